@@ -1,0 +1,143 @@
+"""Every setting, once: frozen dataclasses whose fields carry their row of Table A1.
+
+A wrong value raises `ValueError` when the object is made, naming the field, the value and what would be right.
+"""
+
+from dataclasses import dataclass, field
+
+PRECISIONS = ("bf16", "kv8", "kv4", "kv4rl")
+PAGE_TOKENS = 16
+HEAD_DIMS = (64, 128, 256)
+MAX_GROUP = 16  # query heads per KV head
+
+
+def require(condition: bool, name: str, value: object, expected: str) -> None:
+    """Raise `ValueError` in the one form all boundaries use: field, value, what would be right."""
+    if not condition:
+        raise ValueError(f"{name}={value!r}: expected {expected}")
+
+
+@dataclass(frozen=True)
+class KVConfig:
+    """How keys and values are stored and read (§5, §A.3)."""
+
+    precision: str = "kv4rl"  # one of PRECISIONS; "bf16" stores the model's own dtype, unquantised
+    sink_tokens: int = 16  # s: first positions kept in INT8 as well ("KV4-RL protection", Table A1)
+    recent_tokens: int = 128  # w: most recent positions kept in INT8 as well (Table A1)
+    probability_operand: str = "fp16"  # P of P·V on the main path: "fp16", or the paper's "u8" (§A.3)
+
+    def __post_init__(self):
+        require(self.precision in PRECISIONS, "precision", self.precision, f"one of {', '.join(PRECISIONS)}")
+        require(self.sink_tokens >= 0, "sink_tokens", self.sink_tokens, "an integer >= 0")
+        require(self.recent_tokens >= 0, "recent_tokens", self.recent_tokens, "an integer >= 0")
+        require(
+            self.probability_operand in ("fp16", "u8"), "probability_operand", self.probability_operand, "fp16 or u8"
+        )
+
+    @property
+    def protected_tokens(self) -> int:
+        """Side-buffer entries per request slot: s + w for `kv4rl`, else 0."""
+        return self.sink_tokens + self.recent_tokens if self.precision == "kv4rl" else 0
+
+
+@dataclass(frozen=True)
+class RolloutConfig:
+    """How responses are collected (§3 "Quota-based partial rollout", §A.1)."""
+
+    collector: str = "partial"  # "partial" (quota-based, carries prefixes) or "sync" (waves)
+    groups_per_update: int = 128  # T ("Prompt groups", Table A1)
+    responses_per_group: int = 8  # G ("responses per group", Table A1)
+    oversubscription: float = 1.0  # beta ("Request-pool oversubscription", Table A1)
+    age_limit: int = 12  # eta, in policy updates ("age limit", Table A1)
+    max_prompt_tokens: int = 1024  # "Prompt / response token limits", Table A1
+    max_response_tokens: int = 16384  # counted over all collection intervals, once
+    max_active_requests: int = 1024  # request slots per replica (Table A1)
+    step_tokens: int = 8192  # token budget of one engine step, decode first, prefill chunks in what is left
+    workspace_tokens: int = 32768  # unquantised K/V kept for requests whose prefill is under way
+    cache_pages: int = 4096  # pages of 16 tokens per replica
+    temperature: float = 1.0  # "Sampling temperature / top-p", Table A1; training asserts 1.0
+    top_p: float = 1.0
+    top_k: int = 0  # 0: off
+    seed: int = 43  # run seed of the sampling noise (§D.5)
+
+    def __post_init__(self):
+        require(self.collector in ("partial", "sync"), "collector", self.collector, "partial or sync")
+        for name in ("groups_per_update", "responses_per_group", "age_limit", "max_prompt_tokens"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "an integer >= 1")
+        for name in ("max_response_tokens", "max_active_requests", "step_tokens", "workspace_tokens", "cache_pages"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "an integer >= 1")
+        require(self.oversubscription >= 0, "oversubscription", self.oversubscription, "a number >= 0")
+        require(self.temperature > 0, "temperature", self.temperature, "a number > 0")
+        require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
+        require(self.top_k >= 0, "top_k", self.top_k, "an integer >= 0 (0: off)")
+
+    @property
+    def pool_groups(self) -> int:
+        """Groups held at the start of a collection: T (1 + beta), rounded down (§A.1)."""
+        return int(self.groups_per_update * (1 + self.oversubscription) + 1e-9)
+
+
+@dataclass(frozen=True)
+class GRPOConfig:
+    """How the learner updates the policy (§3, Table A1)."""
+
+    learning_rate: float = 1e-6  # "Learning rate / warmup"
+    warmup_updates: int = 10
+    betas: tuple[float, float] = (0.9, 0.999)  # "Optimizer: AdamW"
+    weight_decay: float = 0.01  # "Weight decay / gradient-norm limit"
+    max_grad_norm: float = 1.0
+    clip_low: float = 0.2  # "Policy-ratio clipping": [1 - clip_low, 1 + clip_high] = [0.8, 1.2]
+    clip_high: float = 0.2
+    dual_clip: float = 3.0  # bound on the negative-advantage loss, in units of |A|
+    tis_clip: float = 5.0  # C of Eq. 3.5
+    kl_coefficient: float = 0.001  # "Reference-KL coefficient / estimator": k3
+    advantage_epsilon: float = 1e-6  # delta of Eq. 3.1
+    microbatch_tokens: int = 16384  # packed tokens a microbatch holds at most (one longer sequence still fits)
+    compute_dtype: str = "auto"  # "auto": bfloat16 on CUDA, float32 on CPU; masters are always float32
+
+    def __post_init__(self):
+        for name in ("learning_rate", "weight_decay", "clip_low", "clip_high", "kl_coefficient", "warmup_updates"):
+            require(getattr(self, name) >= 0, name, getattr(self, name), "a number >= 0")
+        require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "a number > 0")
+        require(self.advantage_epsilon > 0, "advantage_epsilon", self.advantage_epsilon, "a number > 0")
+        require(self.dual_clip > 1, "dual_clip", self.dual_clip, "a number > 1")
+        require(self.tis_clip >= 1, "tis_clip", self.tis_clip, "a number >= 1 (Eq. 3.5)")
+        require(self.microbatch_tokens >= 1, "microbatch_tokens", self.microbatch_tokens, "an integer >= 1")
+        require(
+            self.compute_dtype in ("auto", "float32", "bfloat16"), "compute_dtype", self.compute_dtype,
+            "auto, float32 or bfloat16",
+        )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training run: the phase loop of §3 with everything it needs."""
+
+    model: str = "mini-qwen3"  # a local directory, a name under data/models/, or a hub id
+    tasks: str = "mini"  # "mini" (our generator) or a .jsonl file with `prompt` and `answer`
+    output_dir: str = "runs/train"  # checkpoints, metrics.jsonl, TensorBoard events
+    updates: int = 400
+    seed: int = 43
+    device: str = "auto"  # "auto", "cpu" or "cuda"
+    reading: str = "verl"  # reward reading: "verl" or "last_box" (design decision 10)
+    evaluate_every: int = 0  # updates between evaluations; 0: only at the start and the end
+    evaluate_prompts: int = 64
+    evaluate_samples: int = 8  # k of avg@k and pass@k
+    checkpoint_every: int = 1
+    keep_checkpoints: int = 2
+    kv: KVConfig = field(default_factory=KVConfig)
+    rollout: RolloutConfig = field(default_factory=RolloutConfig)
+    grpo: GRPOConfig = field(default_factory=GRPOConfig)
+
+    def __post_init__(self):
+        for name in ("updates", "evaluate_prompts", "evaluate_samples", "checkpoint_every", "keep_checkpoints"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "an integer >= 1")
+        require(self.evaluate_every >= 0, "evaluate_every", self.evaluate_every, "an integer >= 0")
+        require(self.reading in ("verl", "last_box"), "reading", self.reading, "verl or last_box")
+        require(self.device in ("auto", "cpu", "cuda"), "device", self.device, "auto, cpu or cuda")
+        plain = self.rollout.temperature == 1.0 and self.rollout.top_p == 1.0 and self.rollout.top_k == 0
+        require(
+            plain, "rollout.temperature/top_p/top_k",
+            (self.rollout.temperature, self.rollout.top_p, self.rollout.top_k),
+            "1.0 / 1.0 / 0: recorded log-probs must be those of the sampling distribution (§3)",
+        )  # fmt: skip
