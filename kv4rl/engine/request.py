@@ -1,0 +1,123 @@
+"""One response being decoded: its tokens, the log-probability each was sampled with, and where it stands."""
+
+import math
+from dataclasses import dataclass, field
+from enum import Enum
+
+from kv4rl.config import require
+
+
+class RequestStatus(str, Enum):
+    """Where a request stands; every unfinished status can be aborted."""
+
+    WAITING = "waiting"  # holds nothing: not started, or carried over a policy update
+    PREFILLING = "prefilling"  # holds a slot, pages and workspace; its prefix is being computed
+    DECODING = "decoding"  # holds a slot and pages; one token a step
+    PREEMPTED = "preempted"  # holds nothing: gave its pages to a request of higher priority
+    FINISHED = "finished"  # end-of-sequence token sampled, or cap reached
+    ABORTED = "aborted"
+
+
+@dataclass(eq=False)
+class Request:
+    """A response under way (§A.1). Preemption, pauses and policy updates never change what `append` recorded.
+
+    `max_response_tokens` is the cap over all collection intervals together. `priority` orders admission and
+    preemption: a lower tuple runs first and is preempted last; set it before the engine's `add`.
+    """
+
+    prompt_id: str
+    sibling: int
+    prompt_tokens: list[int]
+    max_response_tokens: int
+    eos_token_ids: tuple[int, ...]
+    priority: tuple = ()
+    tokens: list[int] = field(default_factory=list)
+    sampler_logp: list[float] = field(default_factory=list)  # natural log, at the moment of sampling
+    versions: list[int] = field(default_factory=list)  # policy_version that sampled each token
+    status: RequestStatus = RequestStatus.WAITING
+    finish_reason: str | None = None  # None, "eos", "length" or "abort"
+    preemptions: int = 0
+
+    def __post_init__(self):
+        require(self.sibling >= 0, "sibling", self.sibling, "an integer >= 0")
+        require(self.max_response_tokens >= 0, "max_response_tokens", self.max_response_tokens, "an integer >= 0")
+
+    @property
+    def context_tokens(self) -> int:
+        """Prompt and response tokens known so far."""
+        return len(self.prompt_tokens) + len(self.tokens)
+
+    @property
+    def remaining_tokens(self) -> int:
+        """Tokens it may still sample: cap minus everything generated, in whichever interval."""
+        return self.max_response_tokens - len(self.tokens)
+
+    @property
+    def finished(self) -> bool:
+        """Nothing more will be sampled: end of sequence, cap or abort."""
+        return self.finish_reason is not None
+
+    @property
+    def prefix(self) -> list[int]:
+        """Every token whose K/V a prefill must compute before the next one can be sampled."""
+        return self.prompt_tokens + self.tokens
+
+    def append(self, token: int, logp: float, version: int) -> None:
+        """Record one sampled token; finishes the request at its end-of-sequence token or its cap.
+
+        Raises `RuntimeError` on a finished request or arrays of unequal length, `ValueError` on a log-probability
+        that is not finite.
+        """
+        if self.finish_reason is not None:
+            raise RuntimeError(f"{self.label} has finished ({self.finish_reason}) and takes no more tokens")
+        if not len(self.tokens) == len(self.sampler_logp) == len(self.versions):
+            raise RuntimeError(f"{self.label}: tokens, sampler_logp and versions differ in length")
+        if not math.isfinite(logp):
+            require(False, "sampler_logp", logp, f"a finite log-probability for {self.label}")
+        self.tokens.append(token)
+        self.sampler_logp.append(logp)
+        self.versions.append(version)
+        if token in self.eos_token_ids:
+            self.finish("eos")
+        elif len(self.tokens) >= self.max_response_tokens:
+            self.finish("length")
+
+    def finish(self, reason: str) -> None:
+        """End the request with everything generated kept; `reason` is "eos", "length" or "abort"."""
+        self.finish_reason = reason
+        self.status = RequestStatus.ABORTED if reason == "abort" else RequestStatus.FINISHED
+
+    @property
+    def label(self) -> str:
+        """How errors name it."""
+        return f"request {self.prompt_id!r} sibling {self.sibling}"
+
+    def to_state(self) -> dict:
+        """Plain lists and numbers, for a checkpoint; an unfinished request comes back as WAITING."""
+        return {
+            "prompt_id": self.prompt_id,
+            "sibling": self.sibling,
+            "prompt_tokens": list(self.prompt_tokens),
+            "max_response_tokens": self.max_response_tokens,
+            "eos_token_ids": list(self.eos_token_ids),
+            "priority": list(self.priority),
+            "tokens": list(self.tokens),
+            "sampler_logp": list(self.sampler_logp),
+            "versions": list(self.versions),
+            "finish_reason": self.finish_reason,
+            "preemptions": self.preemptions,
+        }
+
+    @classmethod
+    def from_state(cls, state: dict) -> "Request":
+        """The request `to_state` described, holding no slot and no pages."""
+        fields = dict(state, eos_token_ids=tuple(state["eos_token_ids"]), priority=tuple(state["priority"]))
+        lengths = [len(fields[name]) for name in ("tokens", "sampler_logp", "versions")]
+        require(len(set(lengths)) == 1, "tokens, sampler_logp, versions", lengths, "one length for all three")
+        for name in ("prompt_tokens", "tokens", "sampler_logp", "versions"):
+            fields[name] = list(fields[name])
+        request = cls(**fields)
+        if request.finish_reason is not None:
+            request.finish(request.finish_reason)
+        return request
