@@ -1,0 +1,83 @@
+"""Training figures (Fig. 7 and A7 of the paper at our scale): curves per precision, ages, page occupancy, TIS weights."""
+
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from kv4rl.viz.style import ACCENT, PRECISION_COLOURS, PRECISION_NAMES
+
+PANELS = (
+    ("critic/score/mean", "mean reward"),
+    ("response_length/mean", "completed response, tokens"),
+    ("actor/kl_loss", "k3 to the initial policy, nats"),
+)
+
+
+def learning_curves(runs: Mapping[str, Sequence[Mapping]], *, panels=PANELS, window: int = 5) -> go.Figure:
+    """One panel a metric, one colour a precision: raw values faint, trailing means of `window` updates thick.
+
+    Args: runs: precision -> metric lines of one run (`kv4rl.metrics`), in update order.
+    """
+    figure = make_subplots(rows=1, cols=len(panels), subplot_titles=[title for _, title in panels])
+    for precision, lines in runs.items():
+        for column, (name, _) in enumerate(panels, start=1):
+            values = np.array([line[name] for line in lines if name in line], dtype=float)
+            updates = np.arange(1, len(values) + 1)
+            colour = PRECISION_COLOURS[precision]
+            faint = go.Scatter(x=updates, y=values, line={"color": colour, "width": 1}, opacity=0.3, showlegend=False)
+            thick = go.Scatter(
+                x=updates, y=trailing_mean(values, window), line={"color": colour, "width": 3},
+                name=PRECISION_NAMES[precision], legendgroup=precision, showlegend=column == 1,
+            )  # fmt: skip
+            figure.add_traces([faint, thick], rows=1, cols=column)
+    figure.update_xaxes(title_text="policy update")
+    figure.update_layout(height=380, width=1080)
+    return figure
+
+
+def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:
+    """Mean of the last `window` values up to each one (shorter at the start)."""
+    sums = np.cumsum(np.concatenate([[0.0], values]))
+    stop = np.arange(1, len(values) + 1)
+    start = np.maximum(0, stop - window)
+    return (sums[stop] - sums[start]) / np.maximum(1, stop - start)
+
+
+def token_ages(ages: Sequence[int], *, title: str = "") -> go.Figure:
+    """Share of trained tokens by age: policy updates between the sampling of a token and its use."""
+    counts = np.bincount(np.asarray(ages, dtype=int)) if len(ages) else np.zeros(1)
+    figure = go.Figure(go.Bar(x=np.arange(len(counts)), y=counts / max(1, counts.sum()), marker_color=ACCENT))
+    figure.update_xaxes(title_text="token age, policy updates", dtick=1)
+    figure.update_yaxes(title_text="share of trained tokens", tickformat=".0%")
+    figure.update_layout(title=title, height=360, width=560)
+    return figure
+
+
+def tis_weights(weights: Sequence[float], clip: float) -> go.Figure:
+    """Histogram of log10 tis_weight (Eq. 3.5, after the clip at C); a sampler equal to the learner would be one bar at 0."""
+    figure = go.Figure(go.Histogram(x=np.log10(np.maximum(weights, 1e-6)), nbinsx=80, marker_color=ACCENT))
+    figure.add_vline(x=float(np.log10(clip)), line_dash="dash", annotation_text=f"C = {clip:g}")
+    figure.update_xaxes(title_text="log10 tis_weight")
+    figure.update_yaxes(title_text="tokens", type="log")
+    figure.update_layout(height=360, width=560)
+    return figure
+
+
+def occupancy(trace: Mapping[str, Sequence], total_pages: int) -> go.Figure:
+    """Active requests (B_t) and used pages per engine step, with the collection boundaries (Fig. 2a at our scale)."""
+    steps = np.arange(len(trace["active_requests"]))
+    figure = make_subplots(specs=[[{"secondary_y": True}]])
+    active = go.Scatter(x=steps, y=trace["active_requests"], name="active requests", line={"color": "#009E73"})
+    pages = go.Scatter(x=steps, y=trace["used_pages"], name="used pages", line={"color": "#D55E00", "dash": "dot"})
+    figure.add_trace(active, secondary_y=False)
+    figure.add_trace(pages, secondary_y=True)
+    collection = np.asarray(trace["collection"])
+    for boundary in np.flatnonzero(np.diff(collection)) + 1:
+        figure.add_vline(x=int(boundary), line={"color": "#BBBBBB", "width": 1})
+    figure.update_xaxes(title_text="engine step (grey lines: policy updates)")
+    figure.update_yaxes(title_text="active requests", secondary_y=False, rangemode="tozero")
+    figure.update_yaxes(title_text=f"used pages of {total_pages}", secondary_y=True, showgrid=False, rangemode="tozero")
+    figure.update_layout(height=380, width=900)
+    return figure
