@@ -1,0 +1,185 @@
+"""One decoder for the Qwen3, Qwen2 and Llama families, over packed tokens and with attention passed in.
+
+Tokens of all sequences lie in one row dimension N. What the rows may look at is the business of `attend`: the engine
+passes one that reads the quantised cache, the learner `PackedCausal`. Parameter names are transformers' own.
+"""
+
+from collections.abc import Callable
+from typing import TYPE_CHECKING
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from kv4rl.model.config import DecoderConfig
+
+if TYPE_CHECKING:
+    from kv4rl.cache.kv_cache import CacheShape
+
+# (layer, q [N, query_heads, head_dim], k [N, kv_heads, head_dim], v) -> [N, query_heads, head_dim]
+Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+
+
+class RMSNorm(nn.Module):
+    """x / rms(x) * weight over the last dimension."""
+
+    def __init__(self, size: int, eps: float):
+        super().__init__()
+        self.weight = nn.Parameter(torch.empty(size))
+        self.eps = eps
+
+    def forward(self, x: Tensor) -> Tensor:
+        return F.rms_norm(x, self.weight.shape, self.weight, self.eps)
+
+
+class Rotary:
+    """Cosines and sines of RoPE. No module: a cast of the model must not round its float32 frequencies."""
+
+    def __init__(self, config: DecoderConfig):
+        self.frequencies, self.factor = config.rope_frequencies()
+
+    def tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        """cos and signed sin, each [N, 1, head_dim] in `dtype`, for positions [N]; the angles are float32."""
+        self.frequencies = self.frequencies.to(positions.device)
+        angles = positions.float()[:, None, None] * self.frequencies
+        cos, sin = angles.cos() * self.factor, angles.sin() * self.factor
+        return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply RoPE to x [N, heads, head_dim]: channel i turns with channel i + head_dim / 2."""
+    cos, sin = tables
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+class SelfAttention(nn.Module):
+    """Projections, QK-norm and RoPE around `attend`."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        hidden, self.head_dim = config.hidden_size, config.head_dim
+        query_size, kv_size = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
+        self.q_proj = nn.Linear(hidden, query_size, bias=config.qkv_bias)
+        self.k_proj = nn.Linear(hidden, kv_size, bias=config.qkv_bias)
+        self.v_proj = nn.Linear(hidden, kv_size, bias=config.qkv_bias)
+        self.o_proj = nn.Linear(query_size, hidden, bias=config.output_bias)
+        self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
+        rows = x.shape[0]
+        q = self.q_proj(x).view(rows, -1, self.head_dim)
+        k = self.k_proj(x).view(rows, -1, self.head_dim)
+        v = self.v_proj(x).view(rows, -1, self.head_dim)
+        if self.q_norm is not None:
+            q, k = self.q_norm(q), self.k_norm(k)
+        out = attend(layer, rotate(q, tables), rotate(k, tables), v)
+        return self.o_proj(out.reshape(rows, -1))
+
+
+class MLP(nn.Module):
+    """SwiGLU."""
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
+        self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+
+
+class Layer(nn.Module):
+    """Attention and MLP, each behind a norm and added to the residual stream."""
+
+    def __init__(self, config: DecoderConfig, index: int):
+        super().__init__()
+        self.index = index
+        self.input_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.self_attn = SelfAttention(config)
+        self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
+        x = x + self.self_attn(self.input_layernorm(x), tables, self.index, attend)
+        return x + self.mlp(self.post_attention_layernorm(x))
+
+
+class Decoder(nn.Module):
+    """A decoder-only language model over packed tokens; differentiable when `attend` is.
+
+    `recompute_layers = True` keeps only layer inputs for the backward pass (the rest is computed again).
+    """
+
+    def __init__(self, config: DecoderConfig):
+        super().__init__()
+        self.config = config
+        self.recompute_layers = False
+        self.rotary = Rotary(config)
+        self.model = nn.Module()  # only a namespace: transformers' parameter names start with "model."
+        self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
+        self.model.layers = nn.ModuleList(Layer(config, index) for index in range(config.num_layers))
+        self.model.norm = RMSNorm(config.hidden_size, config.rms_norm_eps)
+        if not config.tied_head:
+            self.lm_head = nn.Linear(config.hidden_size, config.vocab_size, bias=False)
+
+    @classmethod
+    def random(cls, config: DecoderConfig, *, seed: int, dtype=torch.float32, device="cpu") -> "Decoder":
+        """A fresh model: weights normal(0, initializer_range), norms one, biases zero; the same for one seed."""
+        with torch.device("meta"):
+            decoder = cls(config).to(dtype)
+        decoder.to_empty(device="cpu")
+        generator = torch.Generator().manual_seed(seed)
+        for name, parameter in decoder.named_parameters():
+            if name.endswith("bias"):
+                nn.init.zeros_(parameter)
+            elif parameter.ndim == 1:
+                nn.init.ones_(parameter)
+            else:
+                nn.init.normal_(parameter, std=config.hf.initializer_range, generator=generator)
+        return decoder.to(device)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return self.model.embed_tokens.weight.dtype
+
+    @property
+    def device(self) -> torch.device:
+        return self.model.embed_tokens.weight.device
+
+    @property
+    def head_weight(self) -> Tensor:
+        """The LM head's weight [vocab, hidden]; the embedding itself when the head is tied."""
+        return self.model.embed_tokens.weight if self.config.tied_head else self.lm_head.weight
+
+    def forward(self, input_ids: Tensor, positions: Tensor, attend: Attend) -> Tensor:
+        """Hidden states [N, hidden] after the final norm, for int64 input_ids [N] at positions [N]."""
+        x = self.model.embed_tokens(input_ids)
+        tables = self.rotary.tables(positions, x.dtype)
+        for layer in self.model.layers:
+            if self.recompute_layers and torch.is_grad_enabled():
+                x = checkpoint(layer, x, tables, attend, use_reentrant=False)
+            else:
+                x = layer(x, tables, attend)
+        return self.model.norm(x)
+
+    def logits(self, hidden: Tensor) -> Tensor:
+        """Float32 logits [N, vocab] of hidden [N, hidden].
+
+        The head's weight enters in hidden's dtype, as in every other layer, so that a learner with float32 masters and
+        BF16 compute and a BF16 engine multiply the same numbers; products are summed and returned in float32.
+        """
+        weight = self.head_weight.to(hidden.dtype)
+        with torch.autocast(hidden.device.type, enabled=False):
+            if hidden.is_cuda and hidden.dtype != torch.float32 and not torch.is_grad_enabled():
+                return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
+            return F.linear(hidden.float(), weight.float())
+
+    def cache_shape(self) -> "CacheShape":
+        """What a KV cache of this model holds."""
+        from kv4rl.cache.kv_cache import CacheShape
+
+        c = self.config
+        return CacheShape(c.num_layers, c.query_heads, c.kv_heads, c.head_dim, self.dtype)
