@@ -1,4 +1,4 @@
-"""Training figures (Fig. 7 and A7 of the paper at our scale): curves per precision, ages, page occupancy, TIS weights."""
+"""Training figures (Fig. 7, A7 at our scale): curves per precision, token ages, page occupancy, TIS weights."""
 
 from collections.abc import Mapping, Sequence
 
@@ -56,7 +56,7 @@ def token_ages(ages: Sequence[int], *, title: str = "") -> go.Figure:
 
 
 def tis_weights(weights: Sequence[float], clip: float) -> go.Figure:
-    """Histogram of log10 tis_weight (Eq. 3.5, after the clip at C); a sampler equal to the learner would be one bar at 0."""
+    """Histogram of log10 tis_weight (Eq. 3.5, clipped at C); a sampler equal to the learner is one bar at 0."""
     figure = go.Figure(go.Histogram(x=np.log10(np.maximum(weights, 1e-6)), nbinsx=80, marker_color=ACCENT))
     figure.add_vline(x=float(np.log10(clip)), line_dash="dash", annotation_text=f"C = {clip:g}")
     figure.update_xaxes(title_text="log10 tis_weight")

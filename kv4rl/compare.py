@@ -1,0 +1,97 @@
+"""Paper beside measured: each published number with the row of data/results that answers it, and why they differ."""
+
+from dataclasses import dataclass
+from pathlib import Path
+
+from kv4rl.paper import PUBLISHED
+from kv4rl.results import RESULTS, latest, read_rows
+
+ABSENT = "not measured"
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """Which row stands beside which published number."""
+
+    published: str  # a key of PUBLISHED
+    quantity: str  # in a reader's words
+    file: str  # in data/results
+    where: dict  # columns that select the row
+    remark: str  # what is different about our setting
+
+
+def _bits(group: str, arm: str) -> Comparison:
+    where = {"arm": arm, "metric": "bits_per_element"}
+    return Comparison(
+        f"storage/{group}/bits", f"bits per element, {group}", "fidelity.csv", where, "counted from bytes"
+    )
+
+
+def _replay(checkpoint: str, precision: str) -> Comparison:
+    where = {"arm": precision, "shape": checkpoint, "metric": "speedup_vs_bf16"}
+    quantity = f"decode replay, {precision} over BF16, {checkpoint}"
+    return Comparison(f"replay/{checkpoint}/{precision}", quantity, "replay.csv", where, "random weights, true shapes")
+
+
+def _kl_reduction(published: str, model: str) -> Comparison:
+    where = {"arm": "kv4rl", "model": model, "shape": "loop", "metric": "kl_reduction_vs_kv4"}
+    quantity = f"sampler KL, KV4 over KV4-RL at 16/128 ({model})"
+    return Comparison(
+        published, quantity, "fidelity.csv", where, f"{model} on a CPU in place of Qwen3; shorter contexts"
+    )
+
+
+COMPARISONS = (
+    _bits("group128", "kv4"),
+    _kl_reduction("fidelity/4b/kl_reduction_16_128", "smollm2-135m"),
+    _kl_reduction("fidelity/4b/kl_reduction_16_128", "mini-qwen3"),
+    *(_replay(checkpoint, "kv4") for checkpoint in ("4B-100", "4B-300", "4B-500", "8B-100", "8B-400")),
+    Comparison(
+        "rollout/8b/cumulative", "rollout collection, KV4-RL over BF16, 8B", "rollout.csv",
+        {"arm": "kv4rl", "model": "qwen3-8b", "metric": "speedup_vs_bf16"}, "forced lengths, frozen policy",
+    ),
+    Comparison(
+        "iteration/8b/cumulative", "full iteration, KV4-RL over BF16, 8B", "iteration.csv",
+        {"arm": "kv4rl", "model": "qwen3-8b", "metric": "speedup_vs_bf16"}, "forced lengths, random weights",
+    ),
+    Comparison(
+        "table1/8b/kv4rl/mean", "accuracy after RL with KV4-RL rollout, %", "train.csv",
+        {"arm": "kv4rl", "model": "mini-qwen3", "metric": "accuracy"},
+        "mini model on its own task: only the distance to BF16 below compares",
+    ),
+    Comparison(
+        "table1/8b/bf16/mean", "accuracy after RL with BF16 rollout, %", "train.csv",
+        {"arm": "bf16", "model": "mini-qwen3", "metric": "accuracy"}, "mini model on its own task",
+    ),
+)  # fmt: skip
+
+
+def compare(directory: Path = RESULTS) -> list[dict[str, str]]:
+    """One dict a comparison: quantity, place, paper, ours, scope, hardware, remark; unanswered ones say so."""
+    lines = []
+    for item in COMPARISONS:
+        published = PUBLISHED[item.published]
+        path = directory / item.file
+        rows = read_rows(path, **item.where) if path.exists() else []
+        row = latest(rows) if rows else None
+        lines.append(
+            {
+                "quantity": item.quantity,
+                "place": published.locator,
+                "paper": f"{published.value:g} {published.unit}",
+                "ours": ours(row, published.unit) if row else ABSENT,
+                "scope": row["scope"] if row else "-",
+                "hardware": row["hardware"] if row else "-",
+                "remark": item.remark,
+            }
+        )
+    return lines
+
+
+def ours(row: dict, unit: str) -> str:
+    """A row's value in the published number's unit, with its interval where it has one."""
+    scale = 100 if unit == "%" and row["unit"] in ("fraction", "1") else 1
+    value = f"{float(row['value']) * scale:.3g} {unit}"
+    if row["low"] and row["high"]:
+        value += f" [{float(row['low']) * scale:.3g}, {float(row['high']) * scale:.3g}]"
+    return value
