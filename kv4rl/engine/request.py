@@ -2,12 +2,12 @@
 
 import math
 from dataclasses import dataclass, field
-from enum import Enum
+from enum import StrEnum
 
 from kv4rl.config import require
 
 
-class RequestStatus(str, Enum):
+class RequestStatus(StrEnum):
     """Where a request stands; every unfinished status can be aborted."""
 
     WAITING = "waiting"  # holds nothing: not started, or carried over a policy update

@@ -1,0 +1,59 @@
+"""Which pages each request slot holds, as arrays that a step reads without a loop over requests."""
+
+import numpy as np
+
+from kv4rl.config import PAGE_TOKENS
+
+
+def pages_for(tokens: int) -> int:
+    """Pages that hold `tokens` positions: ceil(tokens / 16)."""
+    return -(-tokens // PAGE_TOKENS)
+
+
+class PageTable:
+    """Per slot: page ids in order of position, pages held, context tokens and the last token.
+
+    `ids` int64 [slots, width], -1 where no page is held; `held`, `context`, `last_token` int64 [slots]. `context`
+    counts every known token of a decoding request, the one that the next step writes included. The width follows
+    the longest request seen, so that a large pool with short requests stays cheap.
+    """
+
+    def __init__(self, num_slots: int):
+        self.ids = np.full((num_slots, 8), -1, dtype=np.int64)
+        self.held = np.zeros(num_slots, dtype=np.int64)
+        self.context = np.zeros(num_slots, dtype=np.int64)
+        self.last_token = np.zeros(num_slots, dtype=np.int64)
+
+    def set(self, slot: int, pages: list[int]) -> None:
+        """Give an empty slot its first pages."""
+        self._widen(len(pages))
+        self.ids[slot, : len(pages)] = pages
+        self.held[slot] = len(pages)
+
+    def append(self, slots: np.ndarray, pages: list[int]) -> None:
+        """Add one page to each of `slots` (distinct)."""
+        self._widen(int(self.held[slots].max()) + 1)
+        self.ids[slots, self.held[slots]] = pages
+        self.held[slots] += 1
+
+    def clear(self, slot: int) -> list[int]:
+        """Empty a slot and return the pages it held."""
+        pages = self.ids[slot, : self.held[slot]].tolist()
+        self.ids[slot] = -1
+        self.held[slot] = self.context[slot] = self.last_token[slot] = 0
+        return pages
+
+    def short_of_page(self, slots: np.ndarray) -> np.ndarray:
+        """Those of `slots` whose context has outgrown their pages (by one token)."""
+        return slots[self.held[slots] * PAGE_TOKENS < self.context[slots]]
+
+    def rows(self, slots: np.ndarray) -> np.ndarray:
+        """Compact page ids int64 [len(slots), most pages held by any of them]."""
+        return self.ids[slots, : int(self.held[slots].max(initial=0))]
+
+    def _widen(self, width: int) -> None:
+        have = self.ids.shape[1]
+        if width > have:
+            grown = np.full((len(self.ids), max(width, 2 * have)), -1, dtype=np.int64)
+            grown[:, :have] = self.ids
+            self.ids = grown
