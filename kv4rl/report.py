@@ -1,0 +1,109 @@
+"""The page `make replicate` leaves: paper beside measured, the loop's figures, links to the executed notebooks.
+
+It reads data/results and nothing else, so the page can be made again at any time: `python -m kv4rl.report`.
+"""
+
+import argparse
+import html
+from pathlib import Path
+
+import plotly.graph_objects as go
+from plotly.offline import get_plotlyjs
+
+from kv4rl import results, train_rows
+from kv4rl.compare import compare
+from kv4rl.viz.fidelity import sampler_kl_bars
+from kv4rl.viz.style import use_template
+from kv4rl.viz.training import learning_curves
+
+STYLE = """
+body { font: 16px/1.5 Helvetica, Arial, sans-serif; max-width: 1120px; margin: 2rem auto; padding: 0 1rem; color: #222 }
+table { border-collapse: collapse; font-size: 14px } td, th { padding: 4px 10px; border-bottom: 1px solid #ddd;
+text-align: left; vertical-align: top } th { border-bottom: 2px solid #555 } .absent { color: #999 }
+code { background: #f4f4f4; padding: 1px 4px }
+"""
+
+PAGE = """<!doctype html><html lang="en"><head><meta charset="utf-8"><title>kv4rl: replication</title>
+<style>{style}</style><script>{script}</script></head><body>
+<h1>KV4-RL, replicated</h1>
+<p>{made}. Every number is a row of <code>data/results/</code> with the command that makes it.</p>
+{body}</body></html>
+"""
+
+
+def build(output: Path, *, notebooks: list[Path] = ()) -> Path:
+    """Write the page to `output` (one self-contained HTML file) and return its path."""
+    use_template()
+    sections = [
+        ("Paper beside measured", html_table(compare(), absent="not measured")),
+        ("Reward rises under KV4-RL rollout", learning_section()),
+        ("What each cache does to the sampler", fidelity_section()),
+        ("Kernels on the H200", rows_section("kernels.csv", {"metric": "speedup_vs_bf16"})),
+        ("Executed notebooks", links(notebooks, output.parent)),
+    ]
+    body = "".join(f"<h2>{html.escape(title)}</h2>\n{content}\n" for title, content in sections if content)
+    made = f"{results.today()}, commit {results.commit()}, {results.hardware()}"
+    page = PAGE.format(style=STYLE, script=get_plotlyjs(), made=html.escape(made), body=body)
+    output.parent.mkdir(parents=True, exist_ok=True)
+    output.write_text(page, encoding="utf-8")
+    return output
+
+
+def learning_section() -> str:
+    """Curves of the four precisions, newest run each, and the table of first and last rewards."""
+    curves = train_rows.read_curves()
+    if not curves:
+        return ""
+    return figure_html(learning_curves(curves)) + html_table(train_rows.summary())
+
+
+def fidelity_section() -> str:
+    """Sampler KL bars, one figure a model."""
+    path = results.RESULTS / "fidelity.csv"
+    rows = results.read_rows(path, metric="sampler_kl", shape="loop") if path.exists() else []
+    models = sorted({row["model"] for row in rows})
+    return "".join(
+        figure_html(sampler_kl_bars([row for row in rows if row["model"] == model], title=model)) for model in models
+    )
+
+
+def rows_section(file: str, where: dict) -> str:
+    """The rows of a results file as a table; empty if the file is absent."""
+    path = results.RESULTS / file
+    if not path.exists():
+        return ""
+    columns = ("arm", "model", "shape", "value", "unit", "hardware", "date", "command")
+    return html_table([{name: row[name] for name in columns} for row in results.read_rows(path, **where)])
+
+
+def links(notebooks: list[Path], folder: Path) -> str:
+    """A list of links to the executed notebooks, relative to the page."""
+    items = "".join(f'<li><a href="{path.relative_to(folder)}">{path.stem}</a></li>' for path in notebooks)
+    return f"<ul>{items}</ul>" if items else ""
+
+
+def html_table(rows: list[dict], *, absent: str = "") -> str:
+    """Rows of equal keys as a table; cells that read `absent` are greyed."""
+    if not rows:
+        return ""
+    head = "".join(f"<th>{html.escape(name)}</th>" for name in rows[0])
+    lines = []
+    for row in rows:
+        cells = ((' class="absent"' if value == absent else "", html.escape(str(value))) for value in row.values())
+        lines.append("<tr>" + "".join(f"<td{mark}>{text}</td>" for mark, text in cells) + "</tr>")
+    return f"<table><tr>{head}</tr>{''.join(lines)}</table>"
+
+
+def figure_html(figure: go.Figure) -> str:
+    """A plotly figure as HTML, without plotly's script: the page's head carries it once."""
+    return figure.to_html(full_html=False, include_plotlyjs=False)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--output", type=Path, default=results.REPOSITORY / "runs" / "replicate" / "index.html")
+    print(build(parser.parse_args().output))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,94 @@
+"""A training run as rows of `data/results/train.csv`, and the curves read back from them.
+
+Rewards at the ends of a run are means over `FIRST` and `LAST` updates: one update has 64 responses at the mini preset,
+so a single one moves by a few hundredths from sampling alone.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from statistics import fmean
+
+from kv4rl.config import PRECISIONS, TrainConfig, require
+from kv4rl.results import RESULTS, latest, read_rows, result_row, write_rows
+
+FIRST, LAST = 3, 5
+FILE = "train.csv"
+
+# metric of the rows -> (name in metrics.jsonl, unit)
+CURVES = {
+    "reward": ("critic/score/mean", "fraction"),
+    "response_tokens": ("response_length/mean", "tokens"),
+    "reference_kl": ("actor/kl_loss", "nats"),
+    "sampler_mismatch": ("rollout_corr/k3_kl", "nats"),
+}
+
+
+def record_run(config: TrainConfig, lines: Sequence[Mapping], accuracy: Mapping, *, command: str | None = None) -> Path:
+    """Write one finished run: a row per end and mean, and one per update and curve.
+
+    Args: lines: its metrics, one mapping an update, in order; accuracy: of the last policy under the common BF16
+    evaluator: `value`, `low`, `high`, `n`. Raises ValueError if the run is shorter than `FIRST + LAST` updates.
+    """
+    require(len(lines) >= FIRST + LAST, "updates", len(lines), f"at least {FIRST + LAST} for rows of a run")
+    seed = f"seed{config.seed}"
+    common = {"arm": config.kv.precision, "model": Path(config.model).name, "command": command}
+    series = {metric: [line[name] for line in lines] for metric, (name, _) in CURVES.items()}
+    ends = {
+        "reward_first": (fmean(series["reward"][:FIRST]), "fraction", FIRST),
+        "reward_last": (fmean(series["reward"][-LAST:]), "fraction", LAST),
+        "response_tokens": (fmean(series["response_tokens"]), "tokens", len(lines)),
+        "reference_kl": (fmean(series["reference_kl"][-LAST:]), "nats", LAST),
+        "sampler_mismatch": (fmean(series["sampler_mismatch"]), "nats", len(lines)),
+    }
+    rows = [
+        result_row(experiment="train", shape=seed, metric=metric, unit=unit, value=value, n=n, **common)
+        for metric, (value, unit, n) in ends.items()
+    ]
+    rows.append(result_row(experiment="train", shape=seed, metric="accuracy", unit="fraction", **accuracy, **common))
+    for metric, values in series.items():
+        for update, value in enumerate(values, start=1):
+            shape, unit = f"{seed}@{update}", CURVES[metric][1]
+            rows.append(
+                result_row(experiment="curve", shape=shape, metric=metric, unit=unit, value=float(value), **common)
+            )
+    return write_rows(FILE, rows)
+
+
+def read_curves(*, model: str = "mini-qwen3", directory: Path = RESULTS) -> dict[str, list[dict[str, float]]]:
+    """precision -> one dict an update, named as in metrics.jsonl, of its newest run; {} without the file."""
+    if not (directory / FILE).exists():
+        return {}
+    rows = read_rows(directory / FILE, experiment="curve", model=model)
+    runs = {}
+    for precision in PRECISIONS:
+        mine = [row for row in rows if row["arm"] == precision]
+        if not mine:
+            continue
+        newest = latest(mine)
+        same = ("hardware", "date")
+        seed = newest["shape"].split("@")[0]
+        mine = [r for r in mine if r["shape"].startswith(f"{seed}@") and all(r[name] == newest[name] for name in same)]
+        lines: dict[int, dict[str, float]] = {}
+        for row in mine:
+            update = int(re.search(r"@(\d+)$", row["shape"]).group(1))
+            lines.setdefault(update, {})[CURVES[row["metric"]][0]] = float(row["value"])
+        runs[precision] = [lines[update] for update in sorted(lines)]
+    return runs
+
+
+def summary(*, model: str = "mini-qwen3", directory: Path = RESULTS) -> list[dict[str, str]]:
+    """One dict a precision: rewards at both ends, accuracy, length, k3, mismatch, hardware (newest rows)."""
+    if not (directory / FILE).exists():
+        return []
+    rows = read_rows(directory / FILE, experiment="train", model=model)
+    names = ("reward_first", "reward_last", "accuracy", "response_tokens", "reference_kl", "sampler_mismatch")
+    lines = []
+    for precision in PRECISIONS:
+        mine = [row for row in rows if row["arm"] == precision]
+        if not mine:
+            continue
+        cells = {name: latest(row for row in mine if row["metric"] == name) for name in names}
+        values = {name: f"{float(row['value']):.3g}" for name, row in cells.items()}
+        lines.append({"precision": precision, **values, "hardware": cells["reward_last"]["hardware"]})
+    return lines

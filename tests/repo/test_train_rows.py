@@ -1,0 +1,54 @@
+"""A run's rows give its curves back, and the ends are means over several updates."""
+
+import pytest
+
+from kv4rl import train_rows
+from kv4rl.config import KVConfig, TrainConfig
+
+
+@pytest.fixture
+def run(tmp_path, monkeypatch):
+    monkeypatch.setattr(train_rows, "write_rows", lambda file, rows: _write(tmp_path / file, rows))
+    lines = [
+        {
+            "critic/score/mean": 0.1 * i,
+            "response_length/mean": 100 + i,
+            "actor/kl_loss": 0.0,
+            "rollout_corr/k3_kl": 1e-3,
+        }
+        for i in range(8)
+    ]
+    config = TrainConfig(model="data/models/mini-qwen3", seed=7, kv=KVConfig("kv4"))
+    return config, lines, {"value": 0.5, "low": 0.4, "high": 0.6, "n": 64}, tmp_path
+
+
+def _write(path, rows):
+    from kv4rl.results import write_rows
+
+    return write_rows(path, rows)
+
+
+def test_curves_come_back_as_they_went(run):
+    config, lines, accuracy, directory = run
+    train_rows.record_run(config, lines, accuracy)
+    curves = train_rows.read_curves(directory=directory)
+    assert list(curves) == ["kv4"]
+    assert [line["critic/score/mean"] for line in curves["kv4"]] == pytest.approx([0.1 * i for i in range(8)])
+
+
+def test_ends_are_means_of_several_updates(run):
+    config, lines, accuracy, directory = run
+    train_rows.record_run(config, lines, accuracy)
+    (line,) = train_rows.summary(directory=directory)
+    assert float(line["reward_first"]) == pytest.approx(0.1) and float(line["reward_last"]) == pytest.approx(0.5)
+    assert line["accuracy"] == "0.5" and line["precision"] == "kv4"
+
+
+def test_a_run_too_short_for_two_ends_is_refused(run):
+    config, lines, accuracy, _ = run
+    with pytest.raises(ValueError, match="updates=5"):
+        train_rows.record_run(config, lines[:5], accuracy)
+
+
+def test_without_the_file_there_are_no_curves(tmp_path):
+    assert train_rows.read_curves(directory=tmp_path) == {} and train_rows.summary(directory=tmp_path) == []
