@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 from pathlib import Path
 
 import torch
@@ -32,7 +33,7 @@ def resolve(name: str | Path) -> Path:
         if directory.is_dir():
             return directory
     parts = str(name).split("/")
-    here = sorted(path.name for path in MODELS_DIR.glob("*") if path.is_dir())
+    here = sorted(path.name for path in MODELS_DIR.glob("[!.]*") if path.is_dir())
     places = f"a model directory, a name under {MODELS_DIR} ({', '.join(here) or 'empty'}), or a hub id owner/name"
     if "smollm2" in str(name):
         places += "; `python -m kv4rl.model.fetch smollm2` makes smollm2-135m"
@@ -162,6 +163,7 @@ def save_decoder(decoder: Decoder, directory: str | Path, tokenizer: PreTrainedT
     partial = directory / f"{WEIGHTS}.partial"
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in decoder.state_dict().items()}
     save_file(tensors, partial, metadata={"format": "pt"})
+    shutil.copymode(directory / "config.json", partial)  # safetensors leaves 0600; other users may read the rest too
     os.replace(partial, directory / WEIGHTS)
 
 
