@@ -58,10 +58,10 @@ class Request:
         """Nothing more will be sampled: end of sequence, cap or abort."""
         return self.finish_reason is not None
 
-    @property
-    def prefix(self) -> list[int]:
-        """Every token whose K/V a prefill must compute before the next one can be sampled."""
-        return self.prompt_tokens + self.tokens
+    def known_tokens(self, start: int, stop: int) -> list[int]:
+        """Prompt and response tokens at positions [start, stop): what a prefill computes K/V for."""
+        prompt = len(self.prompt_tokens)
+        return self.prompt_tokens[start:stop] + self.tokens[max(start - prompt, 0) : max(stop - prompt, 0)]
 
     def append(self, token: int, logp: float, version: int) -> None:
         """Record one sampled token; finishes the request at its end-of-sequence token or its cap.

@@ -1,0 +1,174 @@
+"""The rollout engine: a decoder over the quantised, paged cache, driven by the scheduler (§A.2, §A.3)."""
+
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from kv4rl.cache.kv_cache import KVCache
+from kv4rl.config import KVConfig, RolloutConfig, require
+from kv4rl.engine.base import BatchingEngine
+from kv4rl.engine.noise import noise_key
+from kv4rl.engine.request import Request
+from kv4rl.engine.sampler import NoiseKeys, Sampling, sample
+from kv4rl.engine.scheduler import Limits, Scheduler, StepPlan
+from kv4rl.engine.step_batch import StepBatch
+from kv4rl.engine.weights import check_weights, copy_weights
+from kv4rl.model.decoder import Decoder
+
+
+class NonFiniteLogits(FloatingPointError):
+    """Logits of a request held NaN or +inf; the message names the request and the step."""
+
+
+@dataclass(frozen=True)
+class Response:
+    """One finished response of `generate`; (prompt_id, sibling) is its key in the group."""
+
+    prompt_id: str
+    sibling: int
+    prompt_tokens: list[int]
+    tokens: list[int]  # the end-of-sequence token included
+    sampler_logp: list[float]  # natural log, one per token
+    finish_reason: str  # "eos" or "length"
+
+
+class RolloutEngine(BatchingEngine):
+    """Samples responses of one policy version through the KV cache of `kv`.
+
+    The decoder becomes the engine's own: `update_weights` writes into it. Requests added with `add` are sampled as
+    the rollout configuration says; `generate` samples as its argument says and needs the engine for itself.
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        kv: KVConfig,
+        rollout: RolloutConfig,
+        *,
+        eos_token_ids: Sequence[int],
+        backend: str = "auto",
+    ):
+        vocabulary = decoder.config.vocab_size
+        for token in eos_token_ids:
+            require(0 <= token < vocabulary, "eos_token_ids", token, f"a token id below the vocabulary's {vocabulary}")
+        self.decoder = decoder
+        self.rollout = rollout
+        self.eos_token_ids = tuple(eos_token_ids)
+        slots = rollout.max_active_requests
+        limits = Limits(slots, rollout.step_tokens, rollout.workspace_tokens, rollout.max_prompt_tokens)
+        self.cache = KVCache(
+            kv,
+            decoder.cache_shape(),
+            num_pages=rollout.cache_pages,
+            num_slots=slots,
+            device=decoder.device,
+            backend=backend,
+        )
+        super().__init__(Scheduler(self.cache.allocator, limits), bytes_per_page=self.cache.bytes_per_page)
+        self._sampling = Sampling.of(rollout)
+        self._noise = np.zeros(slots, dtype=np.int64)  # key of the request in each slot
+        self._weights_whole = True
+
+    def add(self, request: Request) -> None:
+        """Queue a request, new or carried.
+
+        Raises `ValueError` if it can never fit (pages, workspace, prompt limit, the model's positions: both numbers
+        are named) or holds a token outside the vocabulary.
+        """
+        config = self.decoder.config
+        known = request.prompt_tokens + request.tokens
+        for token in (min(known, default=0), max(known, default=0)):
+            expected = f"an id below the vocabulary's {config.vocab_size} in {request.label}"
+            require(0 <= token < config.vocab_size, "token", token, expected)
+        longest = len(request.prompt_tokens) + request.max_response_tokens
+        expected = f"at most the model's {config.max_positions}: prompt and cap of {request.label}"
+        require(longest <= config.max_positions, "positions", longest, expected)
+        super().add(request)
+
+    def generate(
+        self,
+        prompts: Sequence[Sequence[int]],
+        sampling: Sampling,
+        *,
+        prompt_ids: Sequence[str] | None = None,
+        samples: int = 1,
+    ) -> list[Response]:
+        """Sample `samples` responses to each prompt (token ids); results in order of prompt, then sibling.
+
+        `prompt_ids` (default "0", "1", …) key the noise and must be distinct. Raises `ValueError` on a prompt that
+        can never fit, `RuntimeError` if requests of a collector are still in the engine.
+        """
+        if self.has_unfinished:
+            raise RuntimeError("generate needs the engine for itself: pause it or step it until nothing is unfinished")
+        ids = [str(i) for i in range(len(prompts))] if prompt_ids is None else list(prompt_ids)
+        require(len(ids) == len(prompts), "prompt_ids", len(ids), f"one for each of the {len(prompts)} prompts")
+        require(len(set(ids)) == len(ids), "prompt_ids", ids, "distinct ids")
+        cap = self.rollout.max_response_tokens if sampling.max_response_tokens is None else sampling.max_response_tokens
+        requests = [
+            Request(ids[i], sibling, list(prompt), cap, self.eos_token_ids, priority=(i, sibling))
+            for i, prompt in enumerate(prompts)
+            for sibling in range(samples)
+        ]
+        self._finish_all(requests, sampling)
+        return [
+            Response(r.prompt_id, r.sibling, r.prompt_tokens, r.tokens, r.sampler_logp, r.finish_reason)
+            for r in requests
+        ]
+
+    def update_weights(
+        self, named_tensors: Mapping[str, torch.Tensor] | Iterable[tuple[str, torch.Tensor]], version: int
+    ) -> None:
+        """Replace every weight and move to policy `version` (design decision 8).
+
+        Names and shapes are the decoder's own (`named_parameters`). A mapping is checked as a whole before anything
+        is written; a stream is checked as it comes, and one that fails leaves the engine refusing to run until a
+        complete update. Raises `RuntimeError` with anything resident: its K/V would be of an older policy.
+        """
+        self._begin_version(version)
+        if isinstance(named_tensors, Mapping):
+            check_weights(self.decoder, named_tensors)
+            named_tensors = named_tensors.items()
+        self._weights_whole = False
+        copy_weights(self.decoder, named_tensors)
+        self._weights_whole = True
+        self.policy_version = self.cache.policy_version = version
+
+    def _finish_all(self, requests: list[Request], sampling: Sampling) -> None:
+        """Run requests to their end under `sampling`; whatever happens, nothing stays in the engine."""
+        configured, self._sampling = self._sampling, sampling
+        try:
+            for request in requests:
+                self.add(request)
+            while self.has_unfinished:
+                self.step()
+        finally:
+            self.pause()
+            self._sampling = configured
+
+    @torch.inference_mode()
+    def _run(self, plan: StepPlan) -> tuple[list[int], list[float]]:
+        if not self._weights_whole:
+            raise RuntimeError("the last update_weights stopped half-way: update again before the next step")
+        batch = StepBatch(plan, self.scheduler.table, self.cache, self.decoder.device)
+        hidden = self.decoder(batch.input_ids, batch.positions, batch.attend)
+        if not plan.sampled:
+            return [], []
+        for entry in plan.sampled[len(plan.decode) :]:
+            self._noise[entry.slot] = noise_key(self._sampling.seed, entry.request.prompt_id, entry.request.sibling)
+        keys = torch.from_numpy(self._noise[[entry.slot for entry in plan.sampled]]).to(hidden.device)
+        logits = self.decoder.logits(hidden[batch.sampled_rows])
+        tokens, logp = sample(logits, NoiseKeys(keys, batch.sampled_positions), self._sampling)
+        return tokens.tolist(), self._finite(plan, logp.tolist())
+
+    def _finite(self, plan: StepPlan, logps: list[float]) -> list[float]:
+        for entry, logp in zip(plan.sampled, logps, strict=True):
+            if not math.isfinite(logp):
+                where = f"engine step {self.steps}, policy_version {self.policy_version}"
+                raise NonFiniteLogits(
+                    f"logits of {entry.request.label} are not finite at {where}, "
+                    f"position {entry.request.context_tokens}"
+                )
+        return logps
