@@ -1,0 +1,99 @@
+"""`python -m kv4rl.bench.parity`: greedy outputs of the engine beside transformers' own, on the same FP32 weights.
+
+The unquantised cache must give transformers' tokens exactly; the quantised ones are counted for comparison. One row a
+precision in data/results/fidelity.csv, experiment `parity`, metric `equal_outputs`.
+"""
+
+import argparse
+from collections.abc import Sequence
+from itertools import islice
+from pathlib import Path
+
+import torch
+from tqdm import tqdm
+from transformers import AutoModelForCausalLM
+
+from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig, require
+from kv4rl.engine.engine import RolloutEngine
+from kv4rl.engine.sampler import Sampling
+from kv4rl.model.weights import load_decoder, load_tokenizer, resolve
+from kv4rl.results import result_row, write_rows
+from kv4rl.tasks.stream import MiniStream
+
+
+def transformers_greedy(
+    directory: Path, prompts: Sequence[Sequence[int]], new_tokens: int, eos: int
+) -> list[list[int]]:
+    """Greedy tokens of transformers' `generate`, one prompt at a time (no padding), EOS included."""
+    model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).eval()
+    outputs = []
+    for prompt in tqdm(prompts, desc="transformers", disable=None):
+        ids = torch.tensor([list(prompt)])
+        mask = torch.ones_like(ids)
+        done = model.generate(
+            ids, attention_mask=mask, max_new_tokens=new_tokens, do_sample=False, eos_token_id=eos, pad_token_id=eos
+        )
+        outputs.append(done[0, len(prompt) :].tolist())
+    return outputs
+
+
+def engine_greedy(
+    directory: Path, prompts: Sequence[Sequence[int]], new_tokens: int, eos: int, kv: KVConfig
+) -> list[list[int]]:
+    """Greedy tokens of our engine through the cache `kv`, all prompts in one continuous batch."""
+    decoder = load_decoder(directory, dtype=torch.float32, device="cpu")
+    longest = max(len(prompt) for prompt in prompts)
+    pages = len(prompts) * -(-(longest + new_tokens) // 16)
+    limits = RolloutConfig(
+        max_prompt_tokens=longest, max_response_tokens=new_tokens, max_active_requests=len(prompts),
+        step_tokens=1024, workspace_tokens=8192, cache_pages=pages,
+    )  # fmt: skip
+    engine = RolloutEngine(decoder, kv, limits, eos_token_ids=(eos,))
+    responses = engine.generate([list(prompt) for prompt in prompts], Sampling(temperature=0.0))
+    return [response.tokens for response in responses]
+
+
+def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) -> tuple[int, float]:
+    """(outputs equal to the last token, mean share of tokens before the first difference)."""
+    shares = []
+    for a, b in zip(ours, theirs, strict=True):
+        same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+        shares.append(1.0 if list(a) == list(b) else same / max(len(a), len(b)))
+    return sum(share == 1.0 for share in shares), sum(shares) / len(shares)
+
+
+def mini_prompts(count: int, seed: int) -> list[list[int]]:
+    """The first `count` held-out prompts of the mini task."""
+    stream = MiniStream(seed, split="evaluation")
+    return [prompt.tokens for prompt in islice(iter(stream.next, None), count)]
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser.add_argument("--model", default="mini-qwen3", help="a model trained on the mini task")
+    parser.add_argument("--prompts", type=int, default=64)
+    parser.add_argument("--new-tokens", type=int, default=256)
+    parser.add_argument("--seed", type=int, default=43)
+    words = parser.parse_args()
+    require(words.prompts >= 1, "prompts", words.prompts, "an integer >= 1")
+    directory = resolve(words.model)
+    eos = load_tokenizer(words.model).eos_token_id
+    prompts = mini_prompts(words.prompts, words.seed)
+    theirs = transformers_greedy(directory, prompts, words.new_tokens, eos)
+    rows = []
+    print(f"{'precision':>9}  equal outputs  tokens before the first difference")
+    for precision in PRECISIONS:
+        ours = engine_greedy(directory, prompts, words.new_tokens, eos, KVConfig(precision))
+        equal, share = agreement(ours, theirs)
+        print(f"{precision:>9}  {equal:6d} of {len(prompts):<4d}  {share:.1%}")
+        rows.append(
+            result_row(
+                experiment="parity", arm=precision, model=Path(words.model).name, shape="loop",
+                metric="equal_outputs", unit="outputs", value=equal, n=len(prompts),
+            )
+        )  # fmt: skip
+    write_rows("fidelity.csv", rows)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,61 @@
+"""Figures show the data they are given, in the project's colours."""
+
+import numpy as np
+import pytest
+
+from kv4rl.config import KVConfig
+from kv4rl.viz.fidelity import sampler_kl_bars
+from kv4rl.viz.memory import bytes_per_position, response_bytes
+from kv4rl.viz.style import PRECISION_COLOURS
+from kv4rl.viz.training import learning_curves, occupancy, tis_weights, token_ages, trailing_mean
+
+
+def test_side_buffer_is_paid_once_a_response():
+    tokens = np.array([16, 1600])
+    plain = response_bytes(KVConfig("kv4"), tokens, head_dim=128)
+    protected = response_bytes(KVConfig("kv4rl"), tokens, head_dim=128)
+    assert plain.tolist() == [2176, 217600]
+    assert (protected - plain).tolist() == [144 * 260] * 2
+
+
+def test_kv4rl_beats_kv8_from_302_positions_on():
+    tokens = np.arange(16, 1600, 16)
+    cheaper = response_bytes(KVConfig("kv4rl"), tokens, head_dim=128) < response_bytes(
+        KVConfig("kv8"), tokens, head_dim=128
+    )
+    assert tokens[np.argmax(cheaper)] == 304 and cheaper[np.argmax(cheaper) :].all()
+
+
+def test_kl_bars_keep_the_order_of_precisions_and_their_intervals():
+    rows = [
+        {"arm": arm, "value": value, "low": value * 0.5, "high": value * 2}
+        for arm, value in (("kv4", 1e-2), ("kv8", 1e-4), ("kv4rl", 1e-3), ("other", 1.0))
+    ]
+    bar = sampler_kl_bars(rows).data[0]
+    assert list(bar.x) == ["KV8", "KV4", "KV4-RL"]
+    assert list(bar.error_y.arrayminus) == pytest.approx([0.5e-4, 0.5e-2, 0.5e-3])
+    assert list(bar.marker.color) == [PRECISION_COLOURS[p] for p in ("kv8", "kv4", "kv4rl")]
+
+
+def test_trailing_mean_uses_what_is_there_at_the_start():
+    assert trailing_mean(np.array([1.0, 3.0, 5.0, 7.0]), 2).tolist() == [1, 2, 4, 6]
+
+
+def test_learning_curves_have_a_raw_and_a_smooth_line_per_precision_and_panel():
+    lines = [{"critic/score/mean": 0.1, "response_length/mean": 10, "actor/kl_loss": 0.0}] * 3
+    assert len(learning_curves({"kv4": lines, "kv4rl": lines}).data) == 2 * 3 * 2
+
+
+def test_ages_sum_to_one_and_empty_input_draws_empty():
+    assert sum(token_ages([0, 0, 1, 3]).data[0].y) == pytest.approx(1)
+    assert sum(token_ages([]).data[0].y) == 0
+
+
+def test_occupancy_marks_every_collection_boundary():
+    trace = {"active_requests": [1, 2, 3, 4], "used_pages": [1, 1, 2, 2], "collection": [0, 0, 1, 2]}
+    assert len(occupancy(trace, 10).layout.shapes) == 2
+
+
+def test_memory_and_weight_figures_build():
+    assert len(bytes_per_position(head_dim=128, sink_tokens=16, recent_tokens=128).data) == 4
+    assert tis_weights([0.5, 1.0, 5.0], 5.0).layout.shapes
