@@ -1,0 +1,91 @@
+"""Choose once which code runs the cache's writes and decodes: `cuda`, `triton` or the `reference`, and say why."""
+
+import os
+import warnings
+from collections.abc import Callable
+from typing import Protocol
+
+import torch
+
+from kv4rl.attention.reference import decode_attention
+from kv4rl.config import require
+from kv4rl.formats.hadamard import rotate
+
+ENVIRONMENT = "KV4RL_BACKEND"  # overrides "auto"
+
+
+class BackendUnavailable(RuntimeError):
+    """Raised by a backend's factory; its message says why this device cannot run it, and the fix if there is one."""
+
+
+class Backend(Protocol):
+    """What `KVCache` calls after it has checked the arguments; signatures as its own methods."""
+
+    name: str
+
+    def write(self, cache, layer: int, k: torch.Tensor, v: torch.Tensor, where) -> None: ...
+
+    def decode(self, cache, layer: int, q: torch.Tensor, batch, return_lse: bool = False): ...
+
+
+class ReferenceBackend:
+    """Plain torch, any device: `attention/reference.py` and the caches' own writes."""
+
+    name = "reference"
+
+    def write(self, cache, layer, k, v, where):
+        written = (where.page_ids >= 0).nonzero()[:, 0]
+        if len(written) < len(k):
+            k, v = k[written], v[written]
+        if cache.kv.precision != "bf16":
+            k = rotate(k)
+        cache.main.write(layer, k, v, where.page_ids[written], where.offsets[written])
+        protected = (where.side_entries[written] >= 0).nonzero()[:, 0]
+        if len(protected):
+            rows = written[protected]
+            cache.side.write(layer, k[protected], v[protected], where.slots[rows], where.side_entries[rows])
+
+    def decode(self, cache, layer, q, batch, return_lse=False):
+        out, lse = decode_attention(cache, layer, q, batch)
+        out = out.to(q.dtype)
+        return (out, lse) if return_lse else out
+
+
+def _reference(device: torch.device) -> Backend:
+    return ReferenceBackend()
+
+
+# name -> factory(device), which returns a Backend or raises BackendUnavailable; imports belong inside the factory.
+FACTORIES: dict[str, Callable[[torch.device], Backend]] = {"reference": _reference}
+PREFERENCE = ("cuda", "triton", "reference")  # of "auto" on a CUDA device; elsewhere it is the reference
+_explained: set[str] = set()
+
+
+def choose_backend(name: str, device: torch.device | str) -> Backend:
+    """The backend called `name`, or the fastest that runs on `device` for "auto" (`KV4RL_BACKEND` overrides "auto").
+
+    Raises `ValueError` for an unknown name and `BackendUnavailable` for a named backend that cannot run here; "auto"
+    falls back instead, with one warning per reason.
+    """
+    device = torch.device(device)
+    known = ("auto", *FACTORIES)
+    require(name in known, "backend", name, f"one of {', '.join(known)}")
+    if name == "auto":
+        name = os.environ.get(ENVIRONMENT, "auto")
+        require(name in known, ENVIRONMENT, name, f"one of {', '.join(known)}")
+    if name != "auto":
+        return FACTORIES[name](device)
+    if device.type != "cuda":
+        return FACTORIES["reference"](device)
+    for candidate in (c for c in PREFERENCE if c in FACTORIES):
+        try:
+            return FACTORIES[candidate](device)
+        except BackendUnavailable as reason:
+            _explain(f"KV cache backend {candidate!r} is off: {reason}")
+    raise BackendUnavailable(f"no KV cache backend runs on {device}")
+
+
+def _explain(message: str) -> None:
+    if message not in _explained:
+        _explained.add(message)
+        warnings.warn(message, RuntimeWarning, stacklevel=3)

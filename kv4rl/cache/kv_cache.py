@@ -1,0 +1,120 @@
+"""The KV cache of one model (or one shard of it): what the engine writes to and decodes from (§5.3, Fig. 5b)."""
+
+from dataclasses import dataclass
+
+import torch
+
+from kv4rl.attention.backends import choose_backend
+from kv4rl.cache.batch import DecodeBatch, TokenSlots
+from kv4rl.cache.main_cache import MainCache
+from kv4rl.cache.page_allocator import OutOfPages, PageAllocator
+from kv4rl.cache.side_buffer import SideBuffer
+from kv4rl.config import HEAD_DIMS, MAX_GROUP, KVConfig, require
+
+__all__ = ["CacheShape", "DecodeBatch", "KVCache", "OutOfPages", "PageAllocator", "TokenSlots"]
+
+DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@dataclass(frozen=True)
+class CacheShape:
+    """The attention of a model, or of one tensor-parallel shard of it."""
+
+    num_layers: int
+    query_heads: int
+    kv_heads: int
+    head_dim: int
+    dtype: torch.dtype  # of q, k and v, and what `bf16` stores
+
+    def __post_init__(self):
+        for name in ("num_layers", "query_heads", "kv_heads"):
+            require(getattr(self, name) >= 1, name, getattr(self, name), "an integer >= 1")
+        require(self.head_dim in HEAD_DIMS, "head_dim", self.head_dim, f"one of {', '.join(map(str, HEAD_DIMS))}")
+        heads = (self.query_heads, self.kv_heads)
+        require(self.query_heads % self.kv_heads == 0, "query_heads, kv_heads", heads, "a multiple of kv_heads")
+        require(self.group <= MAX_GROUP, "query heads per KV head", self.group, f"1 … {MAX_GROUP}")
+        require(self.dtype in DTYPES, "dtype", self.dtype, "bfloat16, float16 or float32")
+
+    @property
+    def group(self) -> int:
+        """Query heads that share one KV head; query head h reads KV head h // group."""
+        return self.query_heads // self.kv_heads
+
+
+class KVCache:
+    """Paged main cache, side buffer and free list, with one backend for all layers.
+
+    Raises `ValueError` for sizes that are not positive and for a probability operand that the precision has no use
+    for. `backend` as in `attention.backends.choose_backend`.
+    """
+
+    def __init__(
+        self, kv: KVConfig, shape: CacheShape, *, num_pages: int, num_slots: int, device="cpu", backend: str = "auto"
+    ):
+        require(num_pages >= 1, "num_pages", num_pages, "an integer >= 1")
+        require(num_slots >= 1, "num_slots", num_slots, "an integer >= 1")
+        if kv.probability_operand != "fp16":
+            require(
+                kv.precision in ("kv4", "kv4rl"), "probability_operand", kv.probability_operand,
+                f"fp16 for precision {kv.precision}; u8 belongs to the INT4 path (§A.3)",
+            )  # fmt: skip
+        self.kv = kv
+        self.shape = shape
+        self.device = torch.device(device)
+        self.num_slots = num_slots
+        self.policy_version = 0  # of the weights that computed what is stored; set by whoever syncs weights
+        sizes = {"num_layers": shape.num_layers, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+        self.main = MainCache(kv, num_pages=num_pages, dtype=shape.dtype, device=self.device, **sizes)
+        self.side = SideBuffer(kv, num_slots=num_slots, device=self.device, **sizes)
+        self.allocator = PageAllocator(num_pages)
+        self.backend = choose_backend(backend, self.device)
+
+    @property
+    def nbytes(self) -> int:
+        """All that is allocated: main cache and side buffer."""
+        return self.main.nbytes + self.side.nbytes
+
+    @property
+    def bytes_per_page(self) -> int:
+        """Main-cache bytes of one 16-token page over all layers (b_q of §A.2)."""
+        return self.main.bytes_per_page
+
+    def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, where: TokenSlots) -> None:
+        """Store N new tokens of one layer, in the main cache and, where they are protected, in the side buffer.
+
+        k, v: [N, kv_heads, d] in the model's dtype, k after RoPE (and QK-norm), not rotated: that happens here.
+        Both representations are quantised from these vectors (§5.3). Raises `ValueError` for a wrong layer, shape,
+        dtype or device, or a place that does not exist.
+        """
+        self._check_layer(layer)
+        for name, tensor in (("k", k), ("v", v)):
+            self._check_heads(name, tensor, self.shape.kv_heads)
+        require(k.shape == v.shape, "v.shape", tuple(v.shape), f"k's, {tuple(k.shape)}")
+        where.check(len(k), self.allocator.num_pages, self.num_slots, self.side.entries)
+        if len(k):
+            self.backend.write(self, layer, k, v, where)
+
+    def decode(self, layer: int, q: torch.Tensor, batch: DecodeBatch, return_lse: bool = False):
+        """Attention of one query token per request over its cached context, the newest token included.
+
+        q: [B, query_heads, d] in the model's dtype, after RoPE (and QK-norm), not rotated. Returns out
+        [B, query_heads, d] in q's dtype and, with `return_lse`, the log-normaliser FP32 [B, query_heads], natural
+        log. A context of 0 gives (0, -inf). Raises `ValueError` as `write` does.
+        """
+        self._check_layer(layer)
+        self._check_heads("q", q, self.shape.query_heads)
+        batch.check(len(q), self.allocator.num_pages, self.num_slots if self.side.entries else None)
+        if len(q) == 0:
+            lse = q.new_empty((0, self.shape.query_heads), dtype=torch.float32)
+            return (torch.empty_like(q), lse) if return_lse else torch.empty_like(q)
+        return self.backend.decode(self, layer, q, batch, return_lse)
+
+    def _check_layer(self, layer: int) -> None:
+        require(0 <= layer < self.shape.num_layers, "layer", layer, f"0 … {self.shape.num_layers - 1}")
+
+    def _check_heads(self, name: str, x: torch.Tensor, heads: int) -> None:
+        wanted = (heads, self.shape.head_dim)
+        ok = x.dim() == 3 and tuple(x.shape[1:]) == wanted
+        require(ok, f"{name}.shape", tuple(x.shape), f"[N, {heads}, {self.shape.head_dim}]")
+        require(x.dtype == self.shape.dtype, f"{name}.dtype", x.dtype, f"the model's, {self.shape.dtype}")
+        require(x.device.type == self.device.type, f"{name}.device", str(x.device), f"the cache's, {self.device}")
