@@ -1,0 +1,189 @@
+"""Checkpoints that are whole or absent: one directory an update, written aside, synced to disk, then renamed.
+
+    update_000012/
+      model.safetensors   FP32 master weights under the model's names
+      optimizer.pt        AdamW's state, loaded with weights_only
+      pool.safetensors    the number arrays of `run` below: tokens, log-probs, versions of every response held
+      state.json          everything else: configuration, counters, prompt cursor, ages, scores
+
+A kill at any point, or a full disk, leaves the previous directory as it was.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from kv4rl.config import TrainConfig
+
+PREFIX, PARTIAL = "update_", ".partial-"
+ARRAY = "__array__"  # {ARRAY: name} in state.json stands for an array of pool.safetensors
+MIN_ARRAY = 16  # shorter lists of numbers stay in state.json
+# A run may go on with other values of these; every other field decides what the updates compute.
+FREE_FIELDS = (
+    "updates", "output_dir", "checkpoint_every", "keep_checkpoints",
+    "evaluate_every", "evaluate_prompts", "evaluate_samples",
+)  # fmt: skip
+
+
+@dataclass
+class Checkpoint:
+    """One saved state. `run` is plain data (dicts, lists, numbers, strings) of collector, stream and counters."""
+
+    update: int
+    config: dict  # `settings(config)`
+    weights: dict[str, torch.Tensor]
+    optimizer: dict
+    run: dict
+
+
+def settings(config: TrainConfig) -> dict:
+    """The fields that decide a run's course, flat, by dotted name, in the form JSON gives them back."""
+    flat = {name: value for name, value in _flatten(asdict(config)) if name not in FREE_FIELDS}
+    return json.loads(json.dumps(flat))
+
+
+def fingerprint(values: dict) -> str:
+    """SHA-256 of settings: a short name for "the same configuration"."""
+    return hashlib.sha256(json.dumps(values, sort_keys=True).encode()).hexdigest()
+
+
+def save_checkpoint(directory: str | Path, checkpoint: Checkpoint, *, keep: int) -> Path:
+    """Write `checkpoint`, then remove all but the newest `keep`. Returns its directory.
+
+    Raises OSError when it cannot be written (a full disk), with earlier checkpoints untouched.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    _remove_partial(directory)
+    final = directory / f"{PREFIX}{checkpoint.update:06d}"
+    partial = directory / f"{PARTIAL}{final.name}"
+    try:
+        partial.mkdir()
+        _write(partial, checkpoint)
+        os.replace(partial, final)
+        _sync(directory)
+    except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap a full disk in their own
+        shutil.rmtree(partial, ignore_errors=True)
+        left = [path.name for path in list_checkpoints(directory)]
+        raise OSError(
+            f"checkpoint {final} could not be written ({error}); still whole: {', '.join(left) or 'none'}"
+        ) from error
+    for old in list_checkpoints(directory)[:-keep]:
+        _remove(old)
+    return final
+
+
+def list_checkpoints(directory: str | Path) -> list[Path]:
+    """Complete checkpoints, oldest first."""
+    return sorted(Path(directory).glob(f"{PREFIX}*"))
+
+
+def load_checkpoint(path: str | Path, config: TrainConfig) -> Checkpoint:
+    """Read one checkpoint directory.
+
+    Raises ValueError when it was made under another configuration, naming the fields that differ and both values.
+    """
+    path = Path(path)
+    state = json.loads((path / "state.json").read_text())
+    check_settings(state["config"], settings(config), path)
+    return Checkpoint(
+        update=state["update"],
+        config=state["config"],
+        weights=load_file(path / "model.safetensors"),
+        optimizer=torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True),
+        run=_join(state["run"], load_file(path / "pool.safetensors")),
+    )
+
+
+def check_settings(saved: dict, given: dict, path: Path) -> None:
+    """Raise ValueError unless both are equal; one line a differing field."""
+    lines = [
+        f"  {name}: {saved.get(name, 'absent')!r} in the checkpoint, {given.get(name, 'absent')!r} now"
+        for name in sorted(saved.keys() | given.keys())
+        if saved.get(name, "absent") != given.get(name, "absent")
+    ]
+    if lines:
+        raise ValueError(
+            f"checkpoint {path} was made with another configuration:\n"
+            + "\n".join(lines)
+            + "\nGive those values again, or choose another output_dir."
+        )
+
+
+def _write(directory: Path, checkpoint: Checkpoint) -> None:
+    arrays: dict[str, torch.Tensor] = {}
+    state = {
+        "update": checkpoint.update,
+        "config": checkpoint.config,
+        "fingerprint": fingerprint(checkpoint.config),
+        "run": _split(checkpoint.run, "run", arrays),
+    }
+    save_file(
+        {name: tensor.contiguous() for name, tensor in checkpoint.weights.items()}, directory / "model.safetensors"
+    )
+    save_file(arrays, directory / "pool.safetensors")
+    torch.save(checkpoint.optimizer, directory / "optimizer.pt")
+    (directory / "state.json").write_text(json.dumps(state, indent=1))
+    for path in [*directory.iterdir(), directory]:
+        _sync(path)
+
+
+def _split(value, name: str, arrays: dict[str, torch.Tensor]):
+    """Move long lists of plain numbers out of a tree into `arrays`; a marker stays in their place."""
+    if isinstance(value, dict):
+        return {key: _split(entry, f"{name}.{key}", arrays) for key, entry in value.items()}
+    if isinstance(value, list | tuple):
+        for kind, dtype in ((int, torch.int64), (float, torch.float64)):
+            if len(value) >= MIN_ARRAY and all(type(entry) is kind for entry in value):
+                arrays[name] = torch.tensor(value, dtype=dtype)
+                return {ARRAY: name}
+        return [_split(entry, f"{name}.{index}", arrays) for index, entry in enumerate(value)]
+    return value
+
+
+def _join(value, arrays: dict[str, torch.Tensor]):
+    """Undo `_split`."""
+    if isinstance(value, dict):
+        if value.keys() == {ARRAY}:
+            return arrays[value[ARRAY]].tolist()
+        return {key: _join(entry, arrays) for key, entry in value.items()}
+    if isinstance(value, list):
+        return [_join(entry, arrays) for entry in value]
+    return value
+
+
+def _flatten(tree: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
+    for name, value in tree.items():
+        if isinstance(value, dict):
+            yield from _flatten(value, f"{prefix}{name}.")
+        else:
+            yield prefix + name, value
+
+
+def _sync(path: Path) -> None:
+    """Force a file's bytes, or a directory's names, to the disk."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _remove(path: Path) -> None:
+    """Delete a complete checkpoint: out of sight first, so that a kill half way leaves no incomplete one behind."""
+    hidden = path.with_name(PARTIAL + path.name)
+    os.replace(path, hidden)
+    shutil.rmtree(hidden)
+
+
+def _remove_partial(directory: Path) -> None:
+    for leftover in directory.glob(f"{PARTIAL}*"):
+        shutil.rmtree(leftover)

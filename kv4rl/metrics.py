@@ -1,0 +1,114 @@
+"""Where a run's figures go: `metrics.jsonl`, one line an update, and TensorBoard; and the clock behind `timing_s/*`."""
+
+import json
+import math
+import os
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch.utils.tensorboard import SummaryWriter
+
+FILE = "metrics.jsonl"
+WALL_CLOCK = ("timing_s/", "perf/")  # the only metrics that two runs of one command may differ in
+
+
+class Timers:
+    """Seconds spent in named phases; on CUDA each ends when the device has finished its work."""
+
+    def __init__(self, device: torch.device | str = "cpu"):
+        self._device = torch.device(device)
+        self.seconds: dict[str, float] = {}
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        """Add the time of the block to `seconds[name]`."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            if self._device.type == "cuda":
+                torch.cuda.synchronize(self._device)
+            self.seconds[name] = self.seconds.get(name, 0.0) + time.perf_counter() - started
+
+    def metrics(self) -> dict[str, float]:
+        """`timing_s/<phase>` for every phase, in seconds."""
+        return {f"timing_s/{name}": seconds for name, seconds in self.seconds.items()}
+
+
+class MetricsWriter:
+    """Appends updates to `<directory>/metrics.jsonl` and to TensorBoard events in `<directory>/tensorboard`.
+
+    `resumed_update`: lines of later updates, and a line that a kill cut short, are dropped, because the run repeats
+    them. None starts afresh.
+    """
+
+    def __init__(self, directory: str | Path, *, resumed_update: int | None = None):
+        directory = Path(directory)
+        directory.mkdir(parents=True, exist_ok=True)
+        path = directory / FILE
+        kept = [line for line in _whole_lines(path) if resumed_update is not None and line["update"] <= resumed_update]
+        _replace(path, "".join(_encode(line) for line in kept))
+        self._file = path.open("a")
+        purge = 0 if resumed_update is None else resumed_update + 1
+        self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=purge)
+
+    def write(self, update: int, metrics: Mapping[str, float | list]) -> None:
+        """One line, durable when this returns. Lists (histograms) go to the file only; NaN and infinity become null."""
+        self._file.write(_encode({"update": update, **metrics}))
+        self._file.flush()
+        os.fsync(self._file.fileno())
+        for name, value in metrics.items():
+            if not isinstance(value, list):
+                self._events.add_scalar(name, value, update)
+        self._events.flush()
+
+    def close(self) -> None:
+        self._file.close()
+        self._events.close()
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+
+def read_metrics(directory: str | Path) -> list[dict]:
+    """The lines of a run, in update order; an unfinished last line is left out. Empty without a file."""
+    return list(_whole_lines(Path(directory) / FILE))
+
+
+def without_wall_clock(line: Mapping) -> dict:
+    """A metrics line without the entries that depend on the clock: what determinism promises to repeat."""
+    return {name: value for name, value in line.items() if not name.startswith(WALL_CLOCK)}
+
+
+def summary(name: str, values: torch.Tensor) -> dict[str, float]:
+    """`name/mean`, `name/max`, `name/min` of a non-empty tensor."""
+    values = values.double()
+    return {f"{name}/{key}": float(getattr(values, key)()) for key in ("mean", "max", "min")}
+
+
+def _whole_lines(path: Path) -> Iterator[dict]:
+    if path.exists():
+        for line in path.read_text().splitlines(keepends=True):
+            if line.endswith("\n"):
+                yield json.loads(line)
+
+
+def _encode(line: Mapping) -> str:
+    plain = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in line.items()}
+    return json.dumps(plain, allow_nan=False) + "\n"
+
+
+def _replace(path: Path, text: str) -> None:
+    """Write the file whole or leave the old one: a kill in between must not lose earlier lines."""
+    partial = path.with_suffix(".partial")
+    with partial.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(partial, path)

@@ -1,0 +1,136 @@
+"""Named configurations, and the one command line made from the dataclasses of `config.py`."""
+
+import argparse
+import dataclasses
+import difflib
+import inspect
+import re
+import typing
+from collections.abc import Sequence
+from dataclasses import replace
+
+from kv4rl.config import GRPOConfig, RolloutConfig, TrainConfig, require
+
+# The paper's runs: every default of config.py is Table A1's value.
+_QWEN3_4B = TrainConfig(
+    model="Qwen/Qwen3-4B-Base",
+    tasks="data/tasks/dapo-math-17k-en.jsonl",
+    output_dir="runs/qwen3_4b",
+    updates=600,
+    evaluate_every=50,
+    rollout=RolloutConfig(cache_pages=83022),  # pages per GPU of the 4B pool (Fig. 2)
+)
+
+# Our model on two CPU cores; the learning rate suits its 2.4M parameters.
+_MINI = TrainConfig(
+    model="mini-qwen3",
+    tasks="mini",
+    output_dir="runs/mini",
+    updates=40,
+    evaluate_prompts=64,
+    evaluate_samples=4,
+    checkpoint_every=5,
+    rollout=RolloutConfig(
+        groups_per_update=8,
+        responses_per_group=8,
+        age_limit=4,
+        max_prompt_tokens=64,
+        max_response_tokens=1024,
+        max_active_requests=128,
+        step_tokens=1024,
+        workspace_tokens=8192,
+        cache_pages=4096,
+    ),
+    grpo=GRPOConfig(learning_rate=1e-4, warmup_updates=2, microbatch_tokens=2048),
+)
+
+PRESETS: dict[str, TrainConfig] = {
+    "smoke": replace(
+        _MINI,
+        output_dir="runs/smoke",
+        updates=2,
+        evaluate_prompts=4,
+        evaluate_samples=2,
+        checkpoint_every=1,
+        rollout=replace(_MINI.rollout, groups_per_update=2, responses_per_group=4, max_response_tokens=128),
+    ),
+    "mini": _MINI,
+    "qwen3_4b": _QWEN3_4B,
+    "qwen3_8b": replace(
+        _QWEN3_4B,
+        model="Qwen/Qwen3-8B-Base",
+        output_dir="runs/qwen3_8b",
+        updates=400,
+        rollout=RolloutConfig(cache_pages=79639),
+    ),
+}
+
+
+def preset(name: str) -> TrainConfig:
+    """A preset by name; ValueError naming the known ones."""
+    require(name in PRESETS, "preset", name, f"one of {', '.join(PRESETS)}")
+    return PRESETS[name]
+
+
+def parse_config(arguments: Sequence[str] | None = None, *, program: str = "kv4rl.train") -> TrainConfig:
+    """The configuration a command line asks for: a preset with single fields replaced (`--kv.precision kv8`).
+
+    A wrong flag or value ends the program with status 2 and one sentence on what would be right.
+    """
+    parser = _Parser(
+        prog=f"python -m {program}", usage="%(prog)s [--preset NAME] [--FIELD VALUE ...]   (--help lists the fields)",
+        allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter,
+    )  # fmt: skip
+    parser.add_argument("--preset", default="mini", choices=tuple(PRESETS), help="the values that flags replace")
+    for name, (kind, comment) in _flags(TrainConfig).items():
+        width = {"nargs": 2} if kind is tuple else {}
+        parser.add_argument(
+            f"--{name}", type=float if kind is tuple else kind, default=argparse.SUPPRESS,
+            metavar=name.rpartition(".")[2].upper(), help=comment.replace("%", "%%"), **width,
+        )  # fmt: skip
+    values = vars(parser.parse_args(arguments))
+    try:
+        return override(preset(values.pop("preset")), values)
+    except ValueError as error:
+        parser.error(str(error))
+
+
+def override(config, values: dict[str, object]):
+    """`config` with fields replaced by dotted name, checked as a whole; ValueError as its dataclasses raise it."""
+    own: dict[str, object] = {}
+    nested: dict[str, dict] = {}
+    for name, value in values.items():
+        head, _, rest = name.partition(".")
+        if rest:
+            nested.setdefault(head, {})[rest] = value
+        else:
+            own[head] = tuple(value) if isinstance(value, list) else value
+    for head, inner in nested.items():
+        own[head] = override(getattr(config, head), inner)
+    return replace(config, **own)
+
+
+class _Parser(argparse.ArgumentParser):
+    """Names the nearest flag when one is not known."""
+
+    def error(self, message: str) -> typing.NoReturn:
+        unknown = re.search(r"unrecognized arguments: (--\S+)", message)
+        if unknown:
+            flags = [flag for action in self._actions for flag in action.option_strings]
+            near = difflib.get_close_matches(unknown[1].split("=")[0], flags, n=1)
+            message += f" (did you mean {near[0]}?)" if near else " (--help lists them all)"
+        super().error(message)
+
+
+def _flags(cls: type, prefix: str = "") -> dict[str, tuple[type, str]]:
+    """Flag name -> (type, the comment that stands behind the field in config.py)."""
+    comments = dict(re.findall(r"^    (\w+): [^#\n]*?(?:  # (.*))?$", inspect.getsource(cls), re.MULTILINE))
+    kinds = typing.get_type_hints(cls)
+    flags: dict[str, tuple[type, str]] = {}
+    for field in dataclasses.fields(cls):
+        kind = kinds[field.name]
+        if dataclasses.is_dataclass(kind):
+            flags |= _flags(kind, f"{prefix}{field.name}.")
+        else:
+            flags[prefix + field.name] = (typing.get_origin(kind) or kind, comments.get(field.name, ""))
+    return flags
