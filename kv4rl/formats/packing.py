@@ -9,8 +9,9 @@ A chunk holds the keys and values of `PAGE_TOKENS` positions of one KV head, con
 Codes lie in *fragment order*: lane `4g + t` of a warp finds its own tensor-core operands in consecutive 16-byte loads
 (kernels/README.md draws it), with KV on the M side and query heads on the N side.
 
-* K feeds `mma.m16n8k32` (8-bit): rows g and g + 8 are tokens, columns are channels. For INT4 the low nibbles of four
-  words are the operand of channels 64s .. 64s+31, the high nibbles that of channels 64s+32 .. 64s+63.
+* K feeds `mma.m16n8k32` (8-bit): rows g and g + 8 are tokens, columns are channels. Lane column t holds channels
+  64s + 16t .. + 15, so that a query row (or a token of the row-major side buffer) is read in the same order by one
+  16-byte load. For INT4 the low nibbles of four words are the operand of one MMA, the high nibbles that of the next.
 * V feeds `mma.m16n8k16` (FP16): rows are channels, columns tokens. A word holds one whole operand: 16-bit half q is
   token 2t + q, its nibbles are (row g, row g + 8) of tokens 0-7, then of tokens 8-15. `word & 0x000F000F` is thus a
   pair of FP16 subnormals worth code * 2^-24. Rows g, g + 8 of tile j are channels g*d/8 + 2j and g*d/8 + 2j + 1, so
@@ -48,8 +49,8 @@ def chunk_bytes(precision: str, head_dim: int, dtype: torch.dtype | None = None)
 
 
 def _k4_order(d: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    shape = (2, 8, d // 64, 2, 2, 4, 4)  # token (i0, g), channel (s, h, i1, t, b)
-    return shape, (2, 1, 5, 4, 0, 6, 3)  # bytes (s, g, t, i1, i0, b), nibble h
+    shape = (2, 8, d // 64, 4, 2, 2, 4)  # token (i0, g), channel (s, t, h, i1, b)
+    return shape, (2, 1, 3, 5, 0, 6, 4)  # bytes (s, g, t, i1, i0, b), nibble h
 
 
 def _v4_order(d: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
@@ -58,8 +59,8 @@ def _v4_order(d: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
 
 
 def _k8_order(d: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
-    shape = (2, 8, d // 32, 2, 4, 4)  # token (i0, g), channel (s, i1, t, b)
-    return shape, (2, 1, 4, 3, 0, 5)  # bytes (s, g, t, i1, i0, b)
+    shape = (2, 8, d // 64, 4, 2, 2, 4)  # token (i0, g), channel (s, t, x, i1, b)
+    return shape, (2, 4, 1, 3, 5, 0, 6)  # bytes (s, x, g, t, i1, i0, b)
 
 
 def _v8_order(d: int) -> tuple[tuple[int, ...], tuple[int, ...]]:

@@ -74,15 +74,15 @@ def test_every_place_holds_exactly_one_code(kind, d):
 @pytest.mark.parametrize("d", HEAD_DIMS)
 @pytest.mark.parametrize("lane", [0, 5, 31])
 def test_k4_words_are_tensor_core_operands(d, lane):
-    """Register i of lane 4g+t: row g + 8*(i & 1), bytes are channels 16*(i >> 1) + 4t .. + 3 (PTX m16n8k32 A)."""
+    """Register i of lane 4g+t: row g + 8*(i & 1), bytes are channels 16t + 4*(i >> 1) .. + 3; high nibbles 8 on."""
     codes = random_codes("k4", (), d, seed=2)
     words = packing.pack_k4(codes).view(d // 64, 32, 4, 4)[:, lane]
     g, t = lane // 4, lane % 4
     for step in range(d // 64):
         for i in range(4):
-            row, column = g + 8 * (i & 1), 64 * step + 16 * (i >> 1) + 4 * t
+            row, column = g + 8 * (i & 1), 64 * step + 16 * t + 4 * (i >> 1)
             assert torch.equal(words[step, i] & 15, codes[row, column : column + 4])
-            assert torch.equal(words[step, i] >> 4, codes[row, column + 32 : column + 36])
+            assert torch.equal(words[step, i] >> 4, codes[row, column + 8 : column + 12])
 
 
 @pytest.mark.parametrize("d", HEAD_DIMS)
