@@ -169,17 +169,19 @@ class Decoder(nn.Module):
         """Float32 logits [N, vocab] of hidden [N, hidden].
 
         The head's weight enters in hidden's dtype, as in every other layer, so that a learner with float32 masters and
-        BF16 compute and a BF16 engine multiply the same numbers; products are summed and returned in float32.
+        BF16 compute and a BF16 engine multiply the same numbers; products are summed and returned in float32 (float64
+        for a float64 model).
         """
         weight = self.head_weight.to(hidden.dtype)
         with torch.autocast(hidden.device.type, enabled=False):
-            if hidden.is_cuda and hidden.dtype != torch.float32 and not torch.is_grad_enabled():
+            if hidden.is_cuda and hidden.itemsize == 2 and not torch.is_grad_enabled():
                 return torch.mm(hidden, weight.t(), out_dtype=torch.float32)
-            return F.linear(hidden.float(), weight.float())
+            accumulate = torch.promote_types(hidden.dtype, torch.float32)
+            return F.linear(hidden.to(accumulate), weight.to(accumulate))
 
     def cache_shape(self) -> "CacheShape":
         """What a KV cache of this model holds."""
-        from kv4rl.cache.kv_cache import CacheShape
+        from kv4rl.cache.kv_cache import CacheShape  # the cache is needed by engines only
 
         c = self.config
         return CacheShape(c.num_layers, c.query_heads, c.kv_heads, c.head_dim, self.dtype)

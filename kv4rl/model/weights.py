@@ -21,6 +21,7 @@ from kv4rl.model.decoder import Decoder
 MODELS_DIR = Path(kv4rl.__file__).resolve().parents[1] / "data" / "models"
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 HUB_FILES = ("*.json", "*.safetensors", "*.model", "*.txt", "*.jinja")
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json")
 HEAD, EMBEDDING = "lm_head.weight", "model.embed_tokens.weight"
 
 
@@ -116,10 +117,11 @@ def _read(file: Path, wanted: dict[str, Tensor], config: DecoderConfig, *, dtype
 def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
     """The model's tokenizer (no remote code). ValueError if its ids do not fit the model's vocabulary."""
     directory = resolve(path_or_id)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    except (OSError, ValueError) as error:
-        raise ValueError(f"tokenizer={str(directory)!r}: expected tokenizer files there ({error})") from error
+    there = any(
+        (directory / name).is_file() for name in TOKENIZER_FILES
+    )  # without any, transformers makes an empty one
+    require(there, "tokenizer", str(directory), f"a directory with one of {', '.join(TOKENIZER_FILES)}")
+    tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
     check_tokenizer(tokenizer, load_config(directory).vocab_size)
     return tokenizer
 
@@ -162,9 +164,12 @@ def save_decoder(decoder: Decoder, directory: str | Path, tokenizer: PreTrainedT
     config.save_pretrained(directory)
     partial = directory / f"{WEIGHTS}.partial"
     tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in decoder.state_dict().items()}
-    save_file(tensors, partial, metadata={"format": "pt"})
-    shutil.copymode(directory / "config.json", partial)  # safetensors leaves 0600; other users may read the rest too
-    os.replace(partial, directory / WEIGHTS)
+    try:
+        save_file(tensors, partial, metadata={"format": "pt"})
+        shutil.copymode(directory / "config.json", partial)  # safetensors leaves 0600; others may read the rest too
+        os.replace(partial, directory / WEIGHTS)
+    finally:
+        partial.unlink(missing_ok=True)
 
 
 def _some(names: list[str]) -> str:
