@@ -7,6 +7,7 @@ from typing import Protocol
 
 from kv4rl.config import require
 from kv4rl.engine.request import Request
+from kv4rl.rewards.grader import Verdict
 
 
 @dataclass(frozen=True)
@@ -55,15 +56,14 @@ class ListStream:
 class PromptGroup:
     """G sibling responses to one prompt (§3): complete when all of them have finished.
 
-    `scores[i]` and `verdicts[i]` belong to `requests[i]`; the grading hook writes them. A verdict is plain data
-    (or a dataclass, which a checkpoint stores as a dict).
+    `scores[i]` and `verdicts[i]` belong to `requests[i]`; the grading hook writes them.
     """
 
     prompt: Prompt
     requests: list[Request]
     order: int  # creation index, over the whole run: lower is older
     scores: list[float | None] = field(default_factory=list)
-    verdicts: list[object | None] = field(default_factory=list)
+    verdicts: list[Verdict | None] = field(default_factory=list)
     graded: list[bool] = field(default_factory=list)  # counted as finished, and seen by the hook if there is one
 
     def __post_init__(self):
@@ -100,12 +100,13 @@ class PromptGroup:
             "requests": [request.to_state() for request in self.requests],
             "order": self.order,
             "scores": list(self.scores),
-            "verdicts": [dataclasses.asdict(v) if dataclasses.is_dataclass(v) else v for v in self.verdicts],
+            "verdicts": [None if v is None else dataclasses.asdict(v) for v in self.verdicts],
             "graded": list(self.graded),
         }
 
     @classmethod
     def from_state(cls, state: dict) -> "PromptGroup":
         requests = [Request.from_state(entry) for entry in state["requests"]]
-        rest = {name: state[name] for name in ("order", "scores", "verdicts", "graded")}
-        return cls(Prompt(**state["prompt"]), requests, **rest)
+        verdicts = [None if entry is None else Verdict(**entry) for entry in state["verdicts"]]
+        rest = {name: list(state[name]) for name in ("scores", "graded")}
+        return cls(Prompt(**state["prompt"]), requests, state["order"], verdicts=verdicts, **rest)

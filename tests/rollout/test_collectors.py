@@ -4,6 +4,7 @@ import json
 
 import pytest
 
+from kv4rl.rewards.grader import Verdict
 from kv4rl.rollout.collector import PromptsExhausted
 from kv4rl.rollout.group import ListStream, Prompt
 from kv4rl.rollout.partial import PartialCollector
@@ -13,6 +14,7 @@ from kv4rl.rollout.trace import Trace
 
 def write_score(group, request):
     group.scores[request.sibling] = float(len(request.tokens))
+    group.verdicts[request.sibling] = Verdict(verl=1.0, last_box=0.0, has_box=False)
 
 
 def build(make, kind=PartialCollector, *, config=None, stream=None, lengths=None, grade=write_score, trace=None):
@@ -229,6 +231,7 @@ def test_a_resumed_collector_continues_as_the_uninterrupted_one(make):
         resumed = build(make, config=config, lengths=lengths, grade=grade)
         resumed.engine.update_weights(version=cut)
         resumed.load_state(saved)
+        assert [group.verdicts for group in resumed.pool] == [group.verdicts for group in first.pool]
         rest = []
         for _ in range(cut, 6):
             rest.append([group.to_state() for group in resumed.collect().groups])
@@ -240,9 +243,9 @@ def test_a_resumed_collector_continues_as_the_uninterrupted_one(make):
 
 def test_the_state_of_other_settings_is_refused_and_changes_nothing(make):
     saved = build(make).state()
-    other = build(make, config=make.settings(oversubscription=2.0))
+    other = build(make, config=make.settings(oversubscription=2))
     before = other.state()
-    with pytest.raises(ValueError, match=r"oversubscription=2\.0: expected 1\.0"):
+    with pytest.raises(ValueError, match=r"oversubscription=2: expected 1\.0"):
         other.load_state(saved)
     with pytest.raises(ValueError, match="collector='sync': expected 'partial'"):
         build(make, SyncCollector).load_state(saved)

@@ -1,0 +1,90 @@
+"""The two ideal schedules of §4.1, sampled: what the exact values of `concentration` are checked against.
+
+Each average comes with its standard error, so a check can say how far off is too far.
+"""
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from kv4rl.config import require
+from kv4rl.theory.concentration import logical_work
+from kv4rl.theory.lengths import LengthDistribution
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A sampled average and its standard error."""
+
+    value: float
+    error: float
+
+
+@dataclass(frozen=True)
+class Waves:
+    """Decode-step averages of synchronous waves (§C.3); volume in context positions over all slots."""
+
+    volume: Estimate
+    occupancy: Estimate
+    context: Estimate  # every step counts the same
+    slot_context: Estimate  # every occupied slot-step counts the same (A9)
+
+
+@dataclass(frozen=True)
+class Refill:
+    """Decode-step averages of continuous refill (§C.2)."""
+
+    volume: Estimate
+    context: Estimate
+    length_seen: Estimate  # length of the response in a slot at a random step: L* of A5
+
+
+def simulate_waves(lengths: LengthDistribution, slots: int, prompt_tokens: int, *, waves: int, seed: int) -> Waves:
+    """`waves` independent waves of `slots` responses each; cycles of the renewal-reward theorem (A3)."""
+    require(waves >= 2, "waves", waves, "an integer >= 2")
+    drawn = lengths.sample((waves, slots), np.random.default_rng(seed))
+    duration = drawn.max(axis=1)
+    work, busy = logical_work(prompt_tokens, drawn).sum(axis=1), drawn.sum(axis=1)
+    return Waves(
+        volume=_ratio(work, duration),
+        occupancy=_ratio(busy, duration),
+        context=_ratio(logical_work(prompt_tokens, duration), duration),
+        slot_context=_ratio(work, busy),
+    )
+
+
+def simulate_refill(lengths: LengthDistribution, slots: int, prompt_tokens: int, *, steps: int, seed: int) -> Refill:
+    """Each slot starts a new response in the step after one ends; observed for `steps` steps, the last one cut.
+
+    Errors come from the spread over slots, which are independent.
+    """
+    require(slots >= 2 and steps >= 1, "slots, steps", (slots, steps), "at least 2 slots and 1 step")
+    rng = np.random.default_rng(seed)
+    context, seen = np.empty(slots), np.empty(slots)
+    for slot in range(slots):
+        drawn = _fill(lengths, steps, rng)
+        lived = drawn.copy()
+        lived[-1] = steps - drawn[:-1].sum()  # the response still running at the end (Lemma C.3)
+        context[slot] = logical_work(prompt_tokens, lived).sum() / steps
+        seen[slot] = (lived * drawn).sum() / steps
+    mean = Estimate(context.mean(), context.std(ddof=1) / slots**0.5)
+    return Refill(
+        volume=Estimate(slots * mean.value, slots * mean.error),
+        context=mean,
+        length_seen=Estimate(seen.mean(), seen.std(ddof=1) / slots**0.5),
+    )
+
+
+def _fill(lengths: LengthDistribution, steps: int, rng: np.random.Generator) -> np.ndarray:
+    """Just enough lengths to cover `steps`."""
+    drawn = np.empty(0, dtype=np.int64)
+    while drawn.sum() < steps:
+        drawn = np.concatenate([drawn, lengths.sample(int(steps / lengths.mean) + 16, rng)])
+    return drawn[: np.searchsorted(np.cumsum(drawn), steps) + 1]
+
+
+def _ratio(reward: np.ndarray, duration: np.ndarray) -> Estimate:
+    """E[R] / E[X] from independent cycles, with the delta-method error."""
+    value = reward.sum() / duration.sum()
+    residual = reward - value * duration
+    return Estimate(float(value), float(residual.std(ddof=1) / (duration.mean() * len(duration) ** 0.5)))
