@@ -106,6 +106,7 @@ class RolloutEngine(BatchingEngine):
         ids = [str(i) for i in range(len(prompts))] if prompt_ids is None else list(prompt_ids)
         require(len(ids) == len(prompts), "prompt_ids", len(ids), f"one for each of the {len(prompts)} prompts")
         require(len(set(ids)) == len(ids), "prompt_ids", ids, "distinct ids")
+        require(samples >= 1, "samples", samples, "an integer >= 1")
         cap = self.rollout.max_response_tokens if sampling.max_response_tokens is None else sampling.max_response_tokens
         requests = [
             Request(ids[i], sibling, list(prompt), cap, self.eos_token_ids, priority=(i, sibling))

@@ -65,7 +65,7 @@ class Drive:
     def check(self) -> None:
         scheduler = self.engine.scheduler
         table = scheduler.table
-        entries = [e for e in scheduler._prefilling + scheduler._decoding]
+        entries = scheduler._prefilling + scheduler._decoding
         slots = [e.slot for e in entries]
         assert len(set(slots)) == len(slots)
         held = [page for slot in slots for page in table.ids[slot, : table.held[slot]].tolist()]
