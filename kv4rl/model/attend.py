@@ -1,12 +1,17 @@
 """Unquantised causal attention over packed sequences: what prefill, training and evaluation use."""
 
+import inspect
 from itertools import pairwise
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention.varlen import varlen_attn
 
 from kv4rl.config import require
+
+# Later releases of torch want grouped queries announced; 2.11 takes them as they come and has no such argument.
+GROUPED = {"enable_gqa": True} if "enable_gqa" in inspect.signature(varlen_attn).parameters else {}
 
 
 class PackedCausal:
@@ -30,13 +35,11 @@ class PackedCausal:
         return torch.cat(chunks) if chunks else torch.empty_like(q)
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn  # imports CUDA-only operators
-
         if self._device_bounds is None:
             self._device_bounds = torch.tensor(self.bounds, dtype=torch.int32, device=q.device)
         longest = max(b - a for a, b in pairwise(self.bounds))
         bounds = self._device_bounds
-        return varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), enable_gqa=True)
+        return varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), **GROUPED)
 
 
 def causal_chunk(q: Tensor, k_all: Tensor, v_all: Tensor, start: int) -> Tensor:

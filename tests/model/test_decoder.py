@@ -1,5 +1,7 @@
 """The decoder against transformers, per family: logits, gradients, greedy tokens."""
 
+import copy
+
 import pytest
 import torch
 
@@ -147,3 +149,20 @@ def test_unknown_family_is_refused_by_name(some_config):
     config.model_type = "gemma"
     with pytest.raises(ValueError, match="model_type='gemma': expected a supported model family: qwen3, qwen2, llama"):
         DecoderConfig.from_hf(config)
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_cuda_bfloat16_logits_are_as_close_to_float64_as_transformers_own(config, make_family):
+    family, ids = make_family(config, torch.bfloat16), _ids(60)
+    with torch.no_grad():
+        theirs = family.error(copy.deepcopy(family.hf).cuda()(ids[None].cuda()).logits[0].cpu(), ids)
+        decoder = family.decoder.cuda()
+        hidden = decoder(ids.cuda(), torch.arange(60).cuda(), PackedCausal([0, 60]))
+        logits = decoder.logits(hidden)
+    ours = family.error(logits.cpu(), ids)
+    assert ours[0] <= 1.05 * theirs[0] and ours[1] <= 1.5 * theirs[1], (ours, theirs)
+    # Rollout multiplies BF16 into float32, training float32 by float32: the same products, summed in another order.
+    magnitude = hidden.double().abs() @ decoder.head_weight.double().abs().t()
+    rounding = hidden.shape[1] * torch.finfo(torch.float32).eps * magnitude
+    assert ((decoder.logits(hidden) - logits).abs() <= rounding).all() and logits.dtype == torch.float32
