@@ -15,6 +15,8 @@ from kv4rl.formats.hadamard import rotate
 from kv4rl.formats.packing import unpack_k4, unpack_k8, unpack_v4, unpack_v8
 from kv4rl.formats.symmetric import LEVELS, symmetric_codes
 
+BLOCK_ELEMENTS = 2**20  # keys worked on at once on a CPU: 2 MB of FP32, which stays in its second-level cache
+
 
 class QueryCodes(NamedTuple):
     """The rotated query in INT8, prepared once and used by both paths (§5.3); q_hat = scale * codes."""
@@ -51,17 +53,40 @@ def decode_attention(cache, layer: int, q: torch.Tensor, batch) -> tuple[torch.T
     cache: `KVCache`; q: [B, query_heads, d]; batch: `DecodeBatch`. Returns the output, FP32 [B, query_heads, d], and
     the log-normaliser (natural), FP32 [B, query_heads]; a context of 0 gives (0, -inf).
     """
+    blocks = [
+        attend_block(cache, layer, q[rows], batch.page_table[rows], batch.context_tokens[rows], batch.slots[rows])
+        for rows in request_blocks(cache, batch.context_tokens)
+    ]
+    o, z = (torch.cat(parts) for parts in zip(*blocks, strict=True))
+    return o.flatten(1, 2), z.flatten(1, 2)
+
+
+def request_blocks(cache, context_tokens: torch.Tensor) -> list[slice]:
+    """Consecutive requests whose dequantised keys fit a CPU's cache; requests do not touch one another's results."""
+    if context_tokens.is_cuda:
+        return [slice(None)]
+    limit = BLOCK_ELEMENTS // (cache.shape.kv_heads * cache.shape.head_dim)
+    blocks, start, held = [], 0, 0
+    for row, tokens in enumerate(context_tokens.tolist()):
+        if held and held + tokens > limit:
+            blocks.append(slice(start, row))
+            start, held = row, 0
+        held += tokens
+    return [*blocks, slice(start, len(context_tokens))]
+
+
+def attend_block(cache, layer, q, page_table, context_tokens, slots) -> tuple[torch.Tensor, torch.Tensor]:
+    """`decode_attention` of some requests: o [B, kv_heads, group, d] and z [B, kv_heads, group]."""
     kv = cache.kv
     s, w = (kv.sink_tokens, kv.recent_tokens) if kv.protected_tokens else (0, 0)
-    pages = live_pages(batch.page_table, *main_region(batch.context_tokens, s, w))
+    pages = live_pages(page_table, *main_region(context_tokens, s, w))
     if kv.precision == "bf16":
-        o, z = attend_unquantised(cache, layer, q, pages)
-    else:
-        query = prepare_query(q, cache.shape.kv_heads)
-        o, z = attend_main(cache, layer, query, pages)
-        if kv.protected_tokens:
-            o, z = merge_state(o, z, *attend_protected(cache, layer, query, batch))
-    return o.flatten(1, 2), z.flatten(1, 2)
+        return attend_unquantised(cache, layer, q, pages)
+    query = prepare_query(q, cache.shape.kv_heads)
+    main = attend_main(cache, layer, query, pages)
+    if kv.protected_tokens == 0:
+        return main
+    return merge_state(*main, *attend_protected(cache, layer, query, context_tokens, slots))
 
 
 def attend_unquantised(cache, layer: int, q: torch.Tensor, pages: LivePages) -> tuple[torch.Tensor, torch.Tensor]:
@@ -98,15 +123,15 @@ def attend_main(cache, layer: int, query: QueryCodes, pages: LivePages) -> tuple
     return softmax.finish(segment_sum(partial, pages.rows, pages.num_requests))
 
 
-def attend_protected(cache, layer: int, query: QueryCodes, batch) -> tuple[torch.Tensor, torch.Tensor]:
+def attend_protected(cache, layer: int, query: QueryCodes, context_tokens, slots) -> tuple[torch.Tensor, torch.Tensor]:
     """The protected path over the side buffer: integer QK, then V and P in BF16 with FP32 accumulation (§5.3, §A.3).
 
     Entries fill in order (`regions.side_entry`), so the first n of them are the valid ones.
     Returns o [B, kv_heads, group, d] and z [B, kv_heads, group].
     """
     side = cache.side
-    slots = batch.slots.clamp(min=0)  # a padding row may hold any negative slot; it has no valid entry
-    valid = torch.arange(side.entries, device=slots.device) < batch.context_tokens[:, None]
+    slots = slots.clamp(min=0)  # a padding row may hold any negative slot; it has no valid entry
+    valid = torch.arange(side.entries, device=slots.device) < context_tokens[:, None]
     valid = valid[:, None, None, :]
     score_scale = query.scale * query.codes.shape[-1] ** -0.5
     scores = block_scores(query.codes, side.k_codes[layer, slots].float())
