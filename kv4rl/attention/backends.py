@@ -55,8 +55,14 @@ def _reference(device: torch.device) -> Backend:
     return ReferenceBackend()
 
 
+def _cuda(device: torch.device) -> Backend:
+    from kv4rl.attention.cuda import make_backend
+
+    return make_backend(device)
+
+
 # name -> factory(device), which returns a Backend or raises BackendUnavailable; imports belong inside the factory.
-FACTORIES: dict[str, Callable[[torch.device], Backend]] = {"reference": _reference}
+FACTORIES: dict[str, Callable[[torch.device], Backend]] = {"reference": _reference, "cuda": _cuda}
 PREFERENCE = ("cuda", "triton", "reference")  # of "auto" on a CUDA device; elsewhere it is the reference
 _explained: set[str] = set()
 

@@ -1,0 +1,26 @@
+// decode_int4: attention over INT4 pages (kv4), and, with PROTECTED, over the INT8 sink and recent entries in the same
+// launch (kv4rl). One configuration a build: HEAD_DIM, QUERY_TILES (of 8 heads), PROTECTED, WARPS, BLOCKS (per SM).
+#include "launch.cuh"
+
+namespace kv4rl {
+
+using Format = Int4Format<HEAD_DIM>;
+using Memory = Shared<Format, HEAD_DIM, QUERY_TILES, WARPS>;
+constexpr int kThreads = (WARPS + 1) * kWarp;
+
+extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)
+    decode_int4_kernel(__grid_constant__ DecodeArguments const a) {
+  decode<Format, HEAD_DIM, QUERY_TILES, WARPS, PROTECTED>(a);
+}
+
+extern "C" int describe_decode_int4(int ring_rows, int group, int* shared_bytes, int* blocks) {
+  return describe<Memory>(reinterpret_cast<void const*>(decode_int4_kernel), kThreads, ring_rows, group, shared_bytes,
+                          blocks);
+}
+
+extern "C" int launch_decode_int4(DecodeArguments const* a, int shared_bytes, int blocks, cudaStream_t stream) {
+  decode_int4_kernel<<<blocks, kThreads, shared_bytes, stream>>>(*a);
+  return cudaGetLastError();
+}
+
+}  // namespace kv4rl

@@ -1,0 +1,117 @@
+// The running softmax of one warp over its tiles, and its share of the output.
+#pragma once
+#include <cmath>
+#include <cstdint>
+
+#include "mma.cuh"
+
+namespace kv4rl {
+
+constexpr float kLog2e = 1.4426950408889634f;
+constexpr float kLn2 = 0.6931471805599453f;
+// When a score passes the running maximum, the maximum moves this far above it (log2 units), so that it moves rarely.
+constexpr float kMargin = 4.0f;
+// P's FP16 operand is p * v_scale * (kOperandTop / largest power of two above all scales so far): at most kOperandTop,
+// and normal down to 2^-28 of it, whatever the size of the values.
+constexpr float kOperandTop = 16384.0f;
+constexpr float kSmallestScale = 1.0f / (1 << 24);  // the smallest positive FP16
+
+__device__ __forceinline__ float max_over_tokens(float x) {
+#pragma unroll
+  for (int lanes = 4; lanes < kWarp; lanes *= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
+  return x;
+}
+
+__device__ __forceinline__ float sum_over_tokens(float x) {
+#pragma unroll
+  for (int lanes = 4; lanes < kWarp; lanes *= 2) x += __shfl_xor_sync(~0u, x, lanes);
+  return x;
+}
+
+// kOperandTop / (the power of two above scale), by exponent arithmetic; scale is not negative.
+__device__ __forceinline__ float inverse_reference(float scale) {
+  uint32_t const above = (__float_as_uint(fmaxf(scale, kSmallestScale)) >> 23) + 1;  // exponent field, bias 127
+  return __uint_as_float((127 + 14 + 127 - above) << 23);
+}
+
+// Lane 4g + t: of a tile's scores, s[n][0, 1] belong to token g and heads 8n + 2t, 8n + 2t + 1; s[n][2, 3] to token
+// g + 8. Of the output tile j, o[n][j][0, 1] are channel row g, o[n][j][2, 3] row g + 8, same heads.
+template <int D, int N>
+struct OnlineSoftmax {
+  float top[N][2];       // log2 domain; at least every score so far; equal in the lanes of one t
+  float total[N][2];     // this lane's part of sum p
+  float offset[N][2];    // this lane's part of sum p * v_offset
+  float inverse;         // kOperandTop / reference scale
+  float o[N][D / 16][4];  // sum of operand * code
+
+  __device__ __forceinline__ void reset() {
+    inverse = kOperandTop / kSmallestScale;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      top[n][0] = top[n][1] = -INFINITY;
+      total[n][0] = total[n][1] = offset[n][0] = offset[n][1] = 0.0f;
+#pragma unroll
+      for (int j = 0; j < D / 16; ++j) o[n][j][0] = o[n][j][1] = o[n][j][2] = o[n][j][3] = 0.0f;
+    }
+  }
+
+  // Take one tile's scores (log2 domain, -inf where masked) and value metadata of tokens g and g + 8; give P's operand.
+  template <bool kOffset>
+  __device__ __forceinline__ void absorb(float const (&s)[N][4], float const (&v_scale)[2], float const (&v_offset)[2],
+                                         uint32_t (&operand)[N][2]) {
+    bool risen = v_scale[0] * inverse > kOperandTop || v_scale[1] * inverse > kOperandTop;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+      risen = risen || fmaxf(s[n][0], s[n][2]) > top[n][0] || fmaxf(s[n][1], s[n][3]) > top[n][1];
+    if (__any_sync(~0u, risen)) raise(s, fmaxf(v_scale[0], v_scale[1]));
+    float const early = v_scale[0] * inverse, late = v_scale[1] * inverse;
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      float p[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) p[i] = exp2_approx(s[n][i] - top[n][i & 1]);
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        total[n][h] += p[h] + p[h + 2];
+        if constexpr (kOffset)
+          offset[n][h] = fmaf(p[h], v_offset[0], fmaf(p[h + 2], v_offset[1], offset[n][h]));
+      }
+      operand[n][0] = transpose8x8(pack_half2(p[0] * early, p[1] * early));
+      operand[n][1] = transpose8x8(pack_half2(p[2] * late, p[3] * late));
+    }
+  }
+
+  // Move the maxima and the reference scale up to this tile's, and bring what was summed to the new ones. Rare.
+  __device__ __forceinline__ void raise(float const (&s)[N][4], float v_scale) {
+    float const lowered = fminf(inverse, inverse_reference(max_over_tokens(v_scale)));
+    float const rescale = lowered / inverse;  // both powers of two
+    inverse = lowered;
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float const seen = max_over_tokens(fmaxf(s[n][h], s[n][h + 2]));
+        float const raised = seen > top[n][h] ? seen + kMargin : top[n][h];
+        float const factor = raised == top[n][h] ? 1.0f : exp2_approx(top[n][h] - raised);
+        top[n][h] = raised;
+        total[n][h] *= factor;
+        offset[n][h] *= factor;
+#pragma unroll
+        for (int j = 0; j < D / 16; ++j) {
+          o[n][j][h] *= factor * rescale;
+          o[n][j][h + 2] *= factor * rescale;
+        }
+      }
+  }
+
+  __device__ __forceinline__ void scale_output(float low_rows, float high_rows) {
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int j = 0; j < D / 16; ++j)
+#pragma unroll
+        for (int i = 0; i < 4; ++i) o[n][j][i] *= i < 2 ? low_rows : high_rows;
+  }
+};
+
+}  // namespace kv4rl

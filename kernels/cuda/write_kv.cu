@@ -1,0 +1,259 @@
+// write_kv: one launch a layer turns the step's q, k, v (after RoPE and QK-norm) into what decode reads: prepared INT8
+// queries, packed pages, side entries. One warp per (token, head) vector; any of q and (k, v) may be absent.
+// Same formulas, rounding and order of operations as kv4rl/formats: the stored bits are the reference's.
+#include <cuda_bf16.h>
+
+#include "layout.cuh"
+
+namespace kv4rl {
+
+enum Precision { kInt4 = 0, kInt8 = 1, kPlain = 2 };  // kPlain: the model's 16-bit elements, not rotated
+enum InputType { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
+
+struct WriteArguments {
+  void const* q;  // [tokens, query_heads, D], heads dense, tokens `q_stride` elements apart; or null
+  void const* k;  // [tokens, kv_heads, D]; or null
+  void const* v;
+  int64_t q_stride, k_stride, v_stride;
+  uint8_t* query;  // [tokens, query_heads, kQueryRow<D>]
+  uint8_t* pages;  // this layer's [num_pages, kv_heads, chunk]
+  uint8_t* side_k;  // this layer's [slots, kv_heads, entries, D]; null without a side buffer
+  uint8_t* side_v;
+  __half* side_k_scale;  // [slots, kv_heads, entries]
+  __half* side_v_scale;
+  int64_t const* page_ids;  // [tokens]; -1: write nothing
+  int64_t const* offsets;
+  int64_t const* slots;
+  int64_t const* side_entries;  // -1: not kept
+  int tokens, query_heads, kv_heads, entries, precision, input_type;
+};
+
+constexpr int kD = HEAD_DIM;
+constexpr int kEach = kD / kWarp;  // consecutive channels of a lane
+constexpr int kWriteWarps = 8;
+constexpr float kFp16Max = 65504.0f;
+constexpr float kExtreme = 1e38f;  // keeps high - low finite, as formats/affine.py
+
+struct Vector {
+  float x[kEach];
+};
+
+template <class T>
+__device__ __forceinline__ Vector load_as(void const* base, int64_t at, int lane) {
+  struct alignas(kEach * sizeof(T) < 16 ? kEach * sizeof(T) : 16) Pack {
+    T e[kEach];
+  } const pack = *reinterpret_cast<Pack const*>(static_cast<T const*>(base) + at + lane * kEach);
+  Vector y;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) y.x[i] = static_cast<float>(pack.e[i]);
+  return y;
+}
+
+__device__ __forceinline__ Vector load_vector(void const* base, int type, int64_t at, int lane) {
+  if (type == kBf16) return load_as<__nv_bfloat16>(base, at, lane);
+  if (type == kFp16) return load_as<__half>(base, at, lane);
+  return load_as<float>(base, at, lane);
+}
+
+// x H, largest stride first, as formats/hadamard.py: across lanes, then inside one.
+__device__ __forceinline__ void rotate(Vector& y, int lane) {
+#pragma unroll
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2)
+#pragma unroll
+    for (int i = 0; i < kEach; ++i) {
+      float const other = __shfl_xor_sync(~0u, y.x[i], lanes);
+      y.x[i] = lane & lanes ? other - y.x[i] : y.x[i] + other;
+    }
+#pragma unroll
+  for (int half = kEach / 2; half > 0; half /= 2)
+#pragma unroll
+    for (int i = 0; i < kEach; ++i)
+      if ((i & half) == 0) {
+        float const upper = y.x[i], lower = y.x[i + half];
+        y.x[i] = upper + lower;
+        y.x[i + half] = upper - lower;
+      }
+  constexpr float norm = kD == 64 ? 0.125f : kD == 128 ? 0.08838834764831845f : 0.0625f;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) y.x[i] *= norm;
+}
+
+__device__ __forceinline__ float warp_max(float x) {
+#pragma unroll
+  for (int lanes = 16; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
+  return x;
+}
+
+__device__ __forceinline__ bool has_nan(Vector const& y) {
+  bool found = false;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) found = found || y.x[i] != y.x[i];
+  return __any_sync(~0u, found);
+}
+
+__device__ __forceinline__ __half saturate(float x, bool nan) {
+  return nan ? __ushort_as_half(0x7FFF) : __float2half_rn(fminf(fmaxf(x, -kFp16Max), kFp16Max));
+}
+
+// A code: x / step rounded half to even into [low, high]; 0 for a zero step or NaN.
+__device__ __forceinline__ int code(float x, float step, float low, float high) {
+  float const rounded = rintf(step > 0.0f ? __fdiv_rn(x, step) : 0.0f);
+  return rounded == rounded ? static_cast<int>(fminf(fmaxf(rounded, low), high)) : 0;
+}
+
+struct Codes {
+  uint8_t c[kEach];
+};
+
+__device__ __forceinline__ Codes symmetric(Vector const& y, float step) {
+  Codes codes;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) codes.c[i] = static_cast<uint8_t>(code(y.x[i], step, -127.0f, 127.0f));
+  return codes;
+}
+
+__device__ __forceinline__ float largest(Vector const& y) {
+  float amax = 0.0f;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) amax = fmaxf(amax, fabsf(y.x[i]));
+  return warp_max(amax);
+}
+
+__device__ __forceinline__ Codes affine(Vector const& y, bool nan, __half2& metadata) {
+  float low = INFINITY, high = -INFINITY;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) low = fminf(low, y.x[i]), high = fmaxf(high, y.x[i]);
+  low = fminf(fmaxf(-warp_max(-low), -kExtreme), kExtreme);
+  high = fminf(fmaxf(warp_max(high), -kExtreme), kExtreme);
+  __half const scale = saturate(__fdiv_rn(high - low, 15.0f), nan), offset = saturate(low, nan);
+  metadata = __halves2half2(scale, offset);
+  Codes codes;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i)
+    codes.c[i] = static_cast<uint8_t>(code(y.x[i] - __half2float(offset), __half2float(scale), 0.0f, 15.0f));
+  return codes;
+}
+
+// Lane's kEach bytes to a dense row of D.
+__device__ __forceinline__ void store_row(uint8_t* row, Codes const& codes, int lane) {
+  struct alignas(kEach) Pack {
+    Codes codes;
+  };
+  *reinterpret_cast<Pack*>(row + lane * kEach) = Pack{codes};
+}
+
+// The token's codes into fragment order (packing.py); `row` is the warp's shared copy of them.
+__device__ __forceinline__ void scatter_k(uint8_t* chunk, uint8_t const* row, int token, int lane, bool int8) {
+  uint32_t const* words = reinterpret_cast<uint32_t const*>(row);
+  int const g = token % 8, i0 = token / 8;
+  for (int i = lane; i < (int8 ? kD / 4 : kD / 8); i += kWarp) {
+    int const i1 = i % 2, x = int8 ? i / 2 % 2 : 0, rest = i / (int8 ? 4 : 2), t = rest % 4, s = rest / 4;
+    int const first = 16 * s + 4 * t + 2 * x + i1;
+    uint32_t const word = int8 ? words[first] : words[first] | words[first + 2] << 4;
+    int const block = int8 ? 2 * s + x : s;
+    *reinterpret_cast<uint32_t*>(chunk + block * 512 + (4 * g + t) * 16 + i1 * 8 + i0 * 4) = word;
+  }
+}
+
+__device__ __forceinline__ void scatter_v(uint8_t* codes, uint8_t const* row, int token, int lane, bool int8) {
+  int const hi = token / 8, t = token / 2 % 4, q = token % 2;
+  for (int i = lane; i < (int8 ? kD : kD / 2); i += kWarp) {
+    if (int8) {
+      int const g = i / (kD / 8), r = i % (kD / 8);
+      codes[r / 4 * 512 + (4 * g + t) * 16 + r / 2 % 2 * 8 + hi * 4 + r % 2 * 2 + q] = row[i];
+    } else {
+      int const g = i / (kD / 16), j = i % (kD / 16);
+      codes[j / 4 * 512 + (4 * g + t) * 16 + j % 4 * 4 + q * 2 + hi] = row[2 * i] | row[2 * i + 1] << 4;
+    }
+  }
+}
+
+__device__ __forceinline__ void write_query(WriteArguments const& a, int token, int head, int lane) {
+  Vector y = load_vector(a.q, a.input_type, token * a.q_stride + head * kD, lane);
+  rotate(y, lane);
+  float const scale = has_nan(y) ? NAN : __fdiv_rn(largest(y), 127.0f);
+  Codes const codes = symmetric(y, scale);
+  int sum = 0;
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) sum += static_cast<int8_t>(codes.c[i]);
+  sum = __reduce_add_sync(~0u, sum);
+  uint8_t* row = a.query + (int64_t(token) * a.query_heads + head) * kQueryRow<kD>;
+  store_row(row, codes, lane);
+  if (lane == 0) *reinterpret_cast<QueryTail*>(row + kD) = {scale, static_cast<float>(sum)};
+}
+
+__device__ __forceinline__ void write_side(WriteArguments const& a, Vector const& y, bool nan, int token, int head,
+                                           bool is_v, int lane) {
+  __half const scale = saturate(__fdiv_rn(largest(y), 127.0f), nan);
+  int64_t const at = (a.slots[token] * a.kv_heads + head) * a.entries + a.side_entries[token];
+  store_row((is_v ? a.side_v : a.side_k) + at * kD, symmetric(y, __half2float(scale)), lane);
+  if (lane == 0) (is_v ? a.side_v_scale : a.side_k_scale)[at] = scale;
+}
+
+// One key or value vector into its page.
+__device__ __forceinline__ void write_page(WriteArguments const& a, Vector const& y, bool nan, uint8_t* chunk,
+                                           uint8_t* row, int token, bool is_v, int lane) {
+  bool const int8 = a.precision == kInt8;
+  __half2 metadata;
+  if (int8) {
+    metadata = __half2half2(saturate(__fdiv_rn(largest(y), 127.0f), nan));
+    store_row(row, symmetric(y, __low2float(metadata)), lane);
+  } else {
+    store_row(row, affine(y, nan, metadata), lane);
+  }
+  __syncwarp();
+  uint8_t* numbers = chunk + (int8 ? Int8Chunk<kD>::metadata : Int4Chunk<kD>::metadata);
+  if (lane == 0 && int8) reinterpret_cast<__half*>(numbers)[2 * token + is_v] = __low2half(metadata);
+  if (lane == 0 && !int8) reinterpret_cast<__half2*>(numbers)[2 * token + is_v] = metadata;
+  if (is_v)
+    scatter_v(chunk + (int8 ? Int8Chunk<kD>::v_codes : Int4Chunk<kD>::v_codes), row, token, lane, int8);
+  else
+    scatter_k(chunk, row, token, lane, int8);
+}
+
+__device__ __forceinline__ void write_plain(WriteArguments const& a, void const* source, int64_t at, int64_t chunk,
+                                            int token, bool is_v, int lane) {
+  int const size = a.input_type == kFp32 ? 4 : 2;
+  uint8_t const* from = static_cast<uint8_t const*>(source) + at * size;
+  uint8_t* to = a.pages + (chunk * 2 + is_v) * kPageTokens * kD * size + token * kD * size;
+  for (int i = lane; i < kD * size / 4; i += kWarp)
+    reinterpret_cast<uint32_t*>(to)[i] = reinterpret_cast<uint32_t const*>(from)[i];
+}
+
+__device__ __forceinline__ void write_key_value(WriteArguments const& a, uint8_t* row, int token, int head, bool is_v,
+                                                int lane) {
+  int64_t const page = a.page_ids[token];
+  if (page < 0) return;
+  int const in_page = static_cast<int>(a.offsets[token]);
+  void const* source = is_v ? a.v : a.k;
+  int64_t const at = token * (is_v ? a.v_stride : a.k_stride) + head * kD, chunk = page * a.kv_heads + head;
+  if (a.precision == kPlain) return write_plain(a, source, at, chunk, in_page, is_v, lane);
+  Vector y = load_vector(source, a.input_type, at, lane);
+  if (!is_v) rotate(y, lane);
+  bool const nan = has_nan(y);
+  int const bytes = a.precision == kInt8 ? Int8Chunk<kD>::bytes : Int4Chunk<kD>::bytes;
+  write_page(a, y, nan, a.pages + chunk * bytes, row, in_page, is_v, lane);
+  if (a.side_k != nullptr && a.side_entries[token] >= 0) write_side(a, y, nan, token, head, is_v, lane);
+}
+
+extern "C" __global__ void __launch_bounds__(kWriteWarps* kWarp) write_kv_kernel(WriteArguments const a) {
+  __shared__ alignas(16) uint8_t rows[kWriteWarps][kD];
+  int const warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
+  int const queries = a.q != nullptr ? a.query_heads : 0, each = queries + (a.k != nullptr ? 2 * a.kv_heads : 0);
+  int64_t const vector = int64_t(blockIdx.x) * kWriteWarps + warp;
+  if (vector >= int64_t(a.tokens) * each) return;
+  int const token = static_cast<int>(vector / each), head = static_cast<int>(vector % each);
+  if (head < queries) return write_query(a, token, head, lane);
+  int const kv = head - queries;
+  write_key_value(a, rows[warp], token, kv % a.kv_heads, kv >= a.kv_heads, lane);
+}
+
+extern "C" int launch_write_kv(WriteArguments const* a, cudaStream_t stream) {
+  int64_t const vectors = int64_t(a->tokens) * ((a->q ? a->query_heads : 0) + (a->k ? 2 * a->kv_heads : 0));
+  if (vectors == 0) return cudaSuccess;
+  unsigned const blocks = static_cast<unsigned>((vectors + kWriteWarps - 1) / kWriteWarps);
+  write_kv_kernel<<<blocks, kWriteWarps * kWarp, 0, stream>>>(*a);
+  return cudaGetLastError();
+}
+
+}  // namespace kv4rl

@@ -1,0 +1,78 @@
+"""Build a CUDA file on first use: nvcc alone, cached by source, configuration, architecture and torch version."""
+
+import ctypes
+import hashlib
+import os
+import shutil
+import subprocess
+import tempfile
+from functools import lru_cache
+from pathlib import Path
+
+import torch
+
+from kv4rl.attention.backends import BackendUnavailable
+
+ARCHITECTURE = "90a"  # Hopper: bulk copies into shared memory
+CACHE_VARIABLE = "KV4RL_CACHE"  # directory of built kernels; default ~/.cache/kv4rl
+
+
+def sources() -> Path:
+    """The directory of the .cu files: of the installed `kv4rl.kernels`, which is `kernels/` of the repository."""
+    from kv4rl import kernels
+
+    return Path(kernels.__file__).resolve().parent / "cuda"
+
+
+def compiler() -> str:
+    """Path of nvcc. Raises `BackendUnavailable` with the fix if there is none."""
+    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
+    found = shutil.which("nvcc") or shutil.which(str(Path(home) / "bin" / "nvcc"))
+    if found is None:
+        raise BackendUnavailable("no nvcc on PATH or under CUDA_HOME: install the CUDA 13 toolkit, or set CUDA_HOME")
+    return found
+
+
+def compile_command(nvcc: str, source: Path, output: Path, defines: dict[str, int], *extra: str) -> list[str]:
+    """The one command line that builds a .cu file for `ARCHITECTURE`."""
+    target = f"arch=compute_{ARCHITECTURE},code=sm_{ARCHITECTURE}"
+    flags = [f"-D{name}={int(value)}" for name, value in defines.items()]
+    return [nvcc, "-std=c++17", "-O3", "-gencode", target, *flags, *extra, "-o", str(output), str(source)]
+
+
+def _key(source: Path, defines: dict[str, int]) -> str:
+    digest = hashlib.sha256()
+    for part in (source, *sorted(source.parent.glob("*.cuh"))):
+        digest.update(part.read_bytes())
+    digest.update(repr((sorted(defines.items()), ARCHITECTURE, torch.__version__, torch.version.cuda)).encode())
+    return digest.hexdigest()[:20]
+
+
+def _cache_directory() -> Path:
+    return Path(os.environ.get(CACHE_VARIABLE, Path.home() / ".cache" / "kv4rl"))
+
+
+@lru_cache
+def build(name: str, **defines: int) -> ctypes.CDLL:
+    """The library of `kernels/cuda/<name>.cu` for `defines`, from the cache or newly built (a few seconds).
+
+    Raises `BackendUnavailable` if there is no compiler, or with the compiler's own words if it fails.
+    """
+    source = sources() / f"{name}.cu"
+    library = _cache_directory() / f"{name}-{_key(source, defines)}.so"
+    if not library.exists():
+        library.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+            built = Path(scratch) / library.name
+            command = compile_command(compiler(), source, built, defines, "-shared", "-Xcompiler", "-fPIC")
+            done = subprocess.run(command, capture_output=True, text=True, check=False)
+            if done.returncode != 0:
+                raise BackendUnavailable(f"nvcc could not build {name}.cu: {done.stderr.strip()[-2000:]}")
+            built.replace(library)  # atomic: another process may build the same
+    return ctypes.CDLL(str(library))
+
+
+def check(error: int, what: str) -> None:
+    """Raise `RuntimeError` for a CUDA error code other than success."""
+    if error != 0:
+        raise RuntimeError(f"{what}: CUDA error {error}")

@@ -1,0 +1,73 @@
+"""Requests in a poisoned cache, for the tests that need a CUDA device."""
+
+from dataclasses import dataclass
+
+import pytest
+import torch
+
+from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
+from kv4rl.cache.main_cache import pages_for
+from kv4rl.config import KVConfig
+
+
+@dataclass
+class Case:
+    cache: KVCache
+    batch: DecodeBatch
+    q: torch.Tensor
+
+
+def pytest_collection_modifyitems(items):
+    if torch.cuda.is_available():
+        return
+    for item in items:
+        if item.get_closest_marker("gpu"):
+            item.add_marker(pytest.mark.skip(reason="needs a CUDA device"))
+
+
+def poison(cache: KVCache) -> None:
+    """Whatever is not written later must not reach an output: NaN metadata, NaN elements, extreme codes."""
+    cache.main.storage.fill_(255)
+    cache.side.k_codes.fill_(-127)
+    cache.side.v_codes.fill_(127)
+    cache.side.k_scale.fill_(torch.nan)
+    cache.side.v_scale.fill_(torch.nan)
+
+
+def random_like_model(n: int, heads: int, d: int, generator, dtype, spread: float = 1.0) -> torch.Tensor:
+    """Vectors with a few outlier channels, as keys have."""
+    x = torch.randn(n, heads, d, generator=generator, device="cuda") * spread
+    x[..., 3] += 6.0
+    x[..., d // 2] -= 4.0
+    return x.to(dtype)
+
+
+def build_case(
+    kv: KVConfig, lengths, *, group=4, kv_heads=2, d=128, dtype=torch.bfloat16, seed=0, backend="cuda", spread=1.0
+) -> Case:
+    """`lengths` requests on shuffled pages and slots, written by `backend` into a poisoned cache of two layers."""
+    generator = torch.Generator(device="cuda").manual_seed(seed)
+    pages = [pages_for(n) for n in lengths]
+    shape = CacheShape(2, group * kv_heads, kv_heads, d, dtype)
+    rows = len(lengths)
+    cache = KVCache(kv, shape, num_pages=sum(pages) + 3, num_slots=rows + 2, device="cuda", backend=backend)
+    poison(cache)
+    order = torch.randperm(sum(pages) + 3, generator=generator, device="cuda").tolist()
+    table = torch.full((rows, max([*pages, 1])), -1, dtype=torch.int64, device="cuda")
+    slots = torch.randperm(rows + 2, generator=generator, device="cuda")[:rows]
+    for row, count in enumerate(pages):
+        table[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int64)
+    for row, n in enumerate(lengths):
+        if n == 0:
+            continue
+        where = TokenSlots.for_chunk(table[row], int(slots[row]), 0, n, kv)
+        k, v = (random_like_model(n, kv_heads, d, generator, dtype, spread) for _ in range(2))
+        cache.write(1, k, v, where)
+    context = torch.tensor(lengths, dtype=torch.int64, device="cuda")
+    q = random_like_model(rows, group * kv_heads, d, generator, dtype)
+    return Case(cache, DecodeBatch(table, context, slots), q)
+
+
+@pytest.fixture
+def make_case():
+    return build_case

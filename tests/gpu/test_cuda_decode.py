@@ -1,0 +1,177 @@
+import pytest
+import torch
+
+from kv4rl.attention.backends import choose_backend
+from kv4rl.attention.float64 import bf16_peer, oracle
+from kv4rl.cache.kv_cache import DecodeBatch
+from kv4rl.config import KVConfig
+
+pytestmark = pytest.mark.gpu
+
+QUANTISED = ("kv8", "kv4", "kv4rl")
+EDGES = [0, 1, 15, 16, 17, 143, 144, 145, 160, 161, 175, 176, 177, 1023, 1024, 1025]
+
+
+def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
+    return float((out.double() - exact).norm() / exact.norm())
+
+
+def check_against_float64(case, out, lse):
+    """Within 1.5 times the error of BF16 attention on the same dequantised values; the log-normaliser to FP32."""
+    exact, exact_lse = oracle(case.cache, 1, case.q, case.batch, query="int8")
+    peer, _ = bf16_peer(case.cache, 1, case.q, case.batch, query="int8")
+    assert out.isfinite().all()
+    assert relative_error(out, exact) <= 1.5 * relative_error(peer, exact)
+    live = case.batch.context_tokens > 0
+    torch.testing.assert_close(lse[live].double(), exact_lse[live], rtol=1e-5, atol=1e-4)
+    assert out[~live].eq(0).all()
+    assert lse[~live].eq(-torch.inf).all()
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_decode_matches_float64_at_region_and_page_edges(make_case, precision, dtype):
+    case = make_case(KVConfig(precision), [*EDGES, 3000], dtype=dtype)
+    check_against_float64(case, *case.cache.decode(1, case.q, case.batch, return_lse=True))
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 3, 5, 7, 8, 12, 16])
+def test_decode_matches_float64_for_every_head_shape(make_case, precision, d, group):
+    case = make_case(KVConfig(precision), [1, 40, 161, 700], d=d, group=group)
+    check_against_float64(case, *case.cache.decode(1, case.q, case.batch, return_lse=True))
+
+
+@pytest.mark.parametrize(("s", "w"), [(0, 0), (0, 128), (16, 0), (4, 20), (16, 128), (33, 7), (1, 1)])
+def test_decode_matches_float64_for_any_protected_widths(make_case, s, w):
+    case = make_case(KVConfig("kv4rl", sink_tokens=s, recent_tokens=w), [*EDGES, s + w, s + w + 1, 500])
+    check_against_float64(case, *case.cache.decode(1, case.q, case.batch, return_lse=True))
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+def test_a_request_has_the_same_bits_alone_and_in_any_batch(make_case, precision):
+    lengths = [5000, 17, 20000, 900, 1025, 0, 4097]
+    case = make_case(KVConfig(precision), lengths)
+    together, lse = case.cache.decode(1, case.q, case.batch, return_lse=True)
+    batch = case.batch
+    for row in range(len(lengths)):
+        keep = [row]
+        part = DecodeBatch(batch.page_table[keep], batch.context_tokens[keep], batch.slots[keep])
+        alone, alone_lse = case.cache.decode(1, case.q[keep], part, return_lse=True)
+        assert torch.equal(alone[0], together[row])
+        assert torch.equal(alone_lse[0], lse[row])
+    order = torch.randperm(len(lengths)).tolist() * 9
+    part = DecodeBatch(batch.page_table[order], batch.context_tokens[order], batch.slots[order])
+    assert torch.equal(case.cache.decode(1, case.q[order], part), together[order])
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+def test_graph_replay_serves_changing_lengths_and_padding_rows(make_case, precision):
+    case = make_case(KVConfig(precision), [3000, 2000, 150, 17, 1500])
+    full = case.batch.context_tokens.clone()
+    static = DecodeBatch(case.batch.page_table.clone(), full.clone(), case.batch.slots.clone())
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        case.cache.decode(1, case.q, static)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        out, lse = case.cache.decode(1, case.q, static, return_lse=True)
+    for lengths in ([3000, 2000, 150, 17, 1500], [1, 0, 150, 0, 16], [0, 0, 0, 0, 0], [2999, 1024, 145, 16, 3]):
+        context = torch.tensor(lengths, device="cuda")
+        static.context_tokens.copy_(context)
+        out.fill_(torch.nan)
+        graph.replay()
+        if case.cache.kv.precision != "kv4rl":  # the ring holds the newest entries of the full lengths alone
+            now = DecodeBatch(static.page_table, context, static.slots)
+            exact, exact_lse = oracle(case.cache, 1, case.q, now, query="int8")
+            assert (out.double() - exact).norm() <= 4e-3 * exact.norm()
+            torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-4)
+        assert out.isfinite().all()
+
+
+def test_empty_batch_gives_empty_output(make_case):
+    case = make_case(KVConfig("kv4"), [20])
+    batch = DecodeBatch(case.batch.page_table[:0], case.batch.context_tokens[:0], case.batch.slots[:0])
+    out, lse = case.cache.decode(1, case.q[:0], batch, return_lse=True)
+    assert out.shape == (0, 8, 128)
+    assert lse.shape == (0, 8)
+
+
+@pytest.mark.parametrize("spread", [1e-4, 1.0, 3e3])
+@pytest.mark.parametrize("precision", QUANTISED)
+def test_value_magnitude_does_not_matter(make_case, precision, spread):
+    """P's FP16 operand keeps its normal range whatever the values' scale: no overflow, no lost tail."""
+    case = make_case(KVConfig(precision), [1, 300, 3000], dtype=torch.float32)
+    case.q *= 0.05
+    generator = torch.Generator(device="cuda").manual_seed(5)
+    scaled = make_case(KVConfig(precision), [1, 300, 3000], dtype=torch.float32, spread=spread)
+    scaled.q = torch.randn(scaled.q.shape, generator=generator, device="cuda") / spread
+    out = scaled.cache.decode(1, scaled.q, scaled.batch)
+    exact, _ = oracle(scaled.cache, 1, scaled.q, scaled.batch, query="int8")
+    assert relative_error(out, exact) < 1e-3
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+def test_maximum_may_rise_in_the_last_tile(make_case, precision):
+    case = make_case(KVConfig(precision, sink_tokens=2, recent_tokens=3), [2000, 1999], dtype=torch.float32)
+    case.q[:] *= 30.0  # peaked scores
+    out, lse = case.cache.decode(1, case.q, case.batch, return_lse=True)
+    check_against_float64(case, out, lse)
+
+
+def test_one_token_gives_its_own_value(make_case):
+    for precision in QUANTISED:
+        case = make_case(KVConfig(precision), [1, 1, 1], dtype=torch.float32)
+        out = case.cache.decode(1, case.q, case.batch)
+        exact, _ = oracle(case.cache, 1, case.q, case.batch)
+        assert relative_error(out, exact) < 3e-4
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+def test_pages_shared_by_requests_are_read_by_both(make_case, precision):
+    case = make_case(KVConfig(precision), [320, 320])
+    table = case.batch.page_table.clone()
+    table[1, :10] = table[0, :10]
+    batch = DecodeBatch(table, case.batch.context_tokens, case.batch.slots)
+    out = case.cache.decode(1, case.q, batch)
+    exact, _ = oracle(case.cache, 1, case.q, batch, query="int8")
+    assert relative_error(out, exact) < 4e-3
+
+
+def test_pool_beyond_two_gigabytes_is_addressed(make_case):
+    """Page offsets are 64-bit: a page far past 2^31 bytes is written and read."""
+    from kv4rl.cache.kv_cache import CacheShape, KVCache, TokenSlots
+
+    kv = KVConfig("kv4")
+    pages = (1 << 32) // (2176 * 2) + 10
+    shape = CacheShape(1, 8, 2, 128, torch.bfloat16)
+    cache = KVCache(kv, shape, num_pages=pages, num_slots=1, device="cuda", backend="cuda")
+    table = torch.tensor([[pages - 1, 0, pages - 2]], device="cuda")
+    k, v = torch.randn(2, 40, 2, 128, device="cuda", dtype=torch.bfloat16).unbind()
+    cache.write(0, k, v, TokenSlots.for_chunk(table[0], 0, 0, 40, kv))
+    q = torch.randn(1, 8, 128, device="cuda", dtype=torch.bfloat16)
+    batch = DecodeBatch(table, torch.tensor([40], device="cuda"), torch.tensor([0], device="cuda"))
+    exact, _ = oracle(cache, 0, q, batch, query="int8")
+    assert relative_error(cache.decode(0, q, batch), exact) < 4e-3
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+def test_random_batches_agree_with_the_reference(make_case, precision):
+    """100 batches of 34 requests a precision: over 10,000 (length, s, w, heads) cases in all."""
+    reference = choose_backend("reference", "cuda")
+    generator = torch.Generator().manual_seed(7)
+
+    def pick(options):
+        return options[int(torch.randint(len(options), (1,), generator=generator))]
+
+    for trial in range(100):
+        top = pick([20, 200, 1200])
+        lengths = torch.randint(0, top, (34,), generator=generator).tolist()
+        kv = KVConfig(precision, sink_tokens=pick([0, 1, 16, 20]), recent_tokens=pick([0, 5, 64, 128]))
+        case = make_case(kv, lengths, group=pick([1, 2, 4, 5, 7, 8]), kv_heads=pick([1, 2]), d=128, seed=trial)
+        out, lse = case.cache.decode(1, case.q, case.batch, return_lse=True)
+        wanted, wanted_lse = reference.decode(case.cache, 1, case.q, case.batch, return_lse=True)
+        torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
+        torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-3)

@@ -1,0 +1,99 @@
+import pytest
+import torch
+
+from kv4rl.attention.backends import choose_backend
+from kv4rl.attention.cuda import write_kv
+from kv4rl.attention.reference import prepare_query
+from kv4rl.cache.kv_cache import CacheShape, KVCache, TokenSlots
+from kv4rl.config import KVConfig
+
+pytestmark = pytest.mark.gpu
+
+
+def caches(kv: KVConfig, d: int, dtype: torch.dtype, names=("cuda", "reference")):
+    shape = CacheShape(1, 8, 2, d, dtype)
+    return [KVCache(kv, shape, num_pages=40, num_slots=3, device="cuda", backend=name) for name in names]
+
+
+def awkward_vectors(n: int, d: int, dtype: torch.dtype) -> torch.Tensor:
+    x = torch.randn(n, 2, d, device="cuda", generator=torch.Generator("cuda").manual_seed(1))
+    x[0] = 0.0
+    x[1] = 2.5  # constant
+    x[2] *= 1e4
+    x[3] *= 1e-6
+    x[4, 0, 7] = torch.nan
+    return x.to(dtype)
+
+
+def same_numbers(a: torch.Tensor, b: torch.Tensor) -> bool:
+    """Equal values, a NaN equal to any NaN."""
+    return bool(((a == b) | (a.isnan() & b.isnan())).all())
+
+
+@pytest.mark.parametrize("precision", ["bf16", "kv8", "kv4", "kv4rl"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_written_bits_are_the_references(precision, d, dtype):
+    kv = KVConfig(precision, sink_tokens=5, recent_tokens=30)
+    ours, reference = caches(kv, d, dtype)
+    table = torch.randperm(40, device="cuda")
+    k, v = awkward_vectors(333, d, dtype), awkward_vectors(333, d, dtype)
+    for cache in (ours, reference):
+        cache.write(0, k, v, TokenSlots.for_chunk(table, 1, 0, 333, kv))
+    everything = torch.arange(40, device="cuda")
+    a, b = ours.main.pages(0, everything), reference.main.pages(0, everything)
+    for name in ("k_scale", "k_offset", "v_scale", "v_offset", "k", "v"):
+        if getattr(a, name) is not None:
+            assert same_numbers(getattr(a, name), getattr(b, name)), name
+    if precision != "bf16":
+        assert torch.equal(a.k_codes, b.k_codes)
+        assert torch.equal(a.v_codes, b.v_codes)
+    for name in ("k_codes", "v_codes", "k_scale", "v_scale"):
+        assert same_numbers(getattr(ours.side, name).float(), getattr(reference.side, name).float()), name
+
+
+def test_padding_rows_write_nothing():
+    kv = KVConfig("kv4rl")
+    (cache,) = caches(kv, 128, torch.bfloat16, names=("cuda",))
+    before = cache.main.storage.clone(), cache.side.k_codes.clone()
+    where = TokenSlots.for_chunk(torch.arange(2, device="cuda"), 0, 0, 20, kv)
+    where.page_ids[:] = -1
+    k, v = torch.randn(2, 20, 2, 128, device="cuda", dtype=torch.bfloat16).unbind()
+    cache.write(0, k, v, where)
+    assert torch.equal(cache.main.storage, before[0])
+    assert torch.equal(cache.side.k_codes, before[1])
+
+
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_prepared_queries_are_the_references(d):
+    (cache,) = caches(KVConfig("kv4"), d, torch.bfloat16, names=("cuda",))
+    q = torch.randn(50, 8, d, device="cuda", dtype=torch.bfloat16)
+    rows = write_kv(cache, 0, q, None, None, None)
+    wanted = prepare_query(q, 2)
+    assert torch.equal(rows[..., :d].view(torch.int8).float(), wanted.codes.flatten(1, 2))
+    tail = rows[..., d : d + 8].view(torch.float32)
+    assert torch.equal(tail[..., 0], wanted.scale.flatten(1, 2))
+    assert torch.equal(tail[..., 1], wanted.total.flatten(1, 2))
+
+
+def test_one_launch_takes_strided_slices_of_a_fused_projection():
+    kv = KVConfig("kv4rl")
+    fused, apart = caches(kv, 128, torch.bfloat16, names=("cuda", "cuda"))
+    qkv = torch.randn(30, 12 * 128, device="cuda", dtype=torch.bfloat16)
+    q, k, v = (x.unflatten(1, (-1, 128)) for x in qkv.split((8 * 128, 2 * 128, 2 * 128), dim=1))
+    where = TokenSlots.for_chunk(torch.arange(2, device="cuda"), 0, 0, 30, kv)
+    prepared = write_kv(fused, 0, q, k, v, where)
+    apart.write(0, k.contiguous(), v.contiguous(), where)
+    assert torch.equal(fused.main.storage, apart.main.storage)
+    assert torch.equal(prepared, write_kv(apart, 0, q.contiguous(), None, None, None))
+
+
+def test_wrong_strides_are_named():
+    (cache,) = caches(KVConfig("kv4"), 128, torch.bfloat16, names=("cuda",))
+    q = torch.randn(4, 128, 8, device="cuda", dtype=torch.bfloat16).transpose(1, 2)
+    with pytest.raises(ValueError, match=r"q\.stride"):
+        cache.backend.decode(cache, 0, q, None)
+
+
+def test_cuda_is_what_auto_chooses_on_hopper():
+    assert choose_backend("auto", "cuda").name == "cuda"
