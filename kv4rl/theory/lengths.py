@@ -118,6 +118,16 @@ class LengthDistribution:
         return _from_survival(lambda length: np.minimum(1.0, (length / minimum) ** -exponent), cap)
 
     @classmethod
+    def mixture(cls, laws: Sequence["LengthDistribution"], shares: Sequence[float]) -> "LengthDistribution":
+        """A response follows `laws[i]` with probability `shares[i]`."""
+        require(len(laws) == len(shares) > 0, "shares", shares, f"one share for each of {len(laws)} laws")
+        dense = np.zeros(max(law.cap for law in laws) + 1)
+        for law, share in zip(laws, shares, strict=True):
+            dense[law.support] += share * law.probabilities
+        support = np.flatnonzero(dense)
+        return cls(support, dense[support])
+
+    @classmethod
     def empirical(cls, lengths: Sequence[int]) -> "LengthDistribution":
         """The observed lengths, each equally likely."""
         values = np.asarray(lengths)
