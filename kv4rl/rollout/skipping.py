@@ -10,7 +10,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from kv4rl.cache.page_allocator import PageAllocator
+from kv4rl.cache.page_allocator import OutOfPages
 from kv4rl.config import PAGE_TOKENS
 from kv4rl.engine.base import BatchingEngine
 from kv4rl.engine.request import Request
@@ -28,13 +28,29 @@ def one_step(active_requests: np.ndarray, context_tokens: np.ndarray, prefill_to
     return np.ones(np.shape(active_requests))
 
 
+class PageCount:
+    """A page allocator that only counts: a simulation asks how many pages are free, never which."""
+
+    def __init__(self, num_pages: int):
+        self.num_pages = self.num_free = num_pages
+
+    def allocate(self, n: int) -> list[int]:
+        if n > self.num_free:
+            raise OutOfPages(n, self.num_free)
+        self.num_free -= n
+        return [0] * n
+
+    def free(self, pages: list[int]) -> None:
+        self.num_free += len(pages)
+
+
 class CountingScheduler(Scheduler):
     """The scheduler, with the tokens of decode rows kept as counts until somebody looks at them.
 
     `left` and `lag` int64 [slots]: tokens a row will still sample, and tokens it has sampled but not recorded.
     """
 
-    def __init__(self, allocator: PageAllocator, limits: Limits, lengths: Callable[[Request], int]):
+    def __init__(self, allocator: PageCount, limits: Limits, lengths: Callable[[Request], int]):
         super().__init__(allocator, limits)
         self.left = np.zeros(limits.slots, dtype=np.int64)
         self.lag = np.zeros(limits.slots, dtype=np.int64)
@@ -174,7 +190,7 @@ class SkippingEngine(BatchingEngine):
     ):
         limits = Limits(slots, step_tokens, workspace_tokens, max_prompt_tokens)
         self.scheduler: CountingScheduler
-        super().__init__(CountingScheduler(PageAllocator(pages), limits, lengths), bytes_per_page=bytes_per_page)
+        super().__init__(CountingScheduler(PageCount(pages), limits, lengths), bytes_per_page=bytes_per_page)
         self.clock_ms = 0.0
         self.collection = 0
         self._cost = cost

@@ -1,6 +1,7 @@
 """Response-length distributions with finite support: the D of Prop. 4.1, exact to rounding."""
 
 import csv
+import functools
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -63,15 +64,20 @@ class LengthDistribution:
         tail = np.cumsum(self.probabilities[::-1])[::-1]
         return np.append(tail[1:], 0.0)
 
+    @functools.cached_property
+    def cdf(self) -> np.ndarray:
+        """Pr(L <= support[i]), float64 [n]."""
+        return np.cumsum(self.probabilities)
+
     def quantile(self, level: float) -> int:
         """Smallest length whose cumulative probability reaches `level`."""
         require(0 <= level <= 1, "level", level, "a probability")
-        reached = np.searchsorted(np.cumsum(self.probabilities), level - 1e-12)
+        reached = np.searchsorted(self.cdf, level - 1e-12)
         return int(self.support[min(reached, len(self.support) - 1)])
 
     def sample(self, shape: int | tuple[int, ...], rng: np.random.Generator) -> np.ndarray:
         """Independent lengths, int64 of `shape`."""
-        positions = np.searchsorted(np.cumsum(self.probabilities), rng.random(shape), side="right")
+        positions = np.searchsorted(self.cdf, rng.random(shape), side="right")
         return self.support[np.minimum(positions, len(self.support) - 1)]
 
     @classmethod

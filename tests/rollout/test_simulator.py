@@ -36,10 +36,10 @@ def decode_law(law):
 @pytest.mark.parametrize("seed", range(20))
 def test_synchronous_waves_meet_the_exact_wave_within_their_error(seed):
     workload = Workload(LAW, PROMPT, 0.0, seed=seed, siblings=4)
-    waves = 40
+    waves = 16
     summary = summarize(run(waves, workload, collector="sync").trace)
     law = decode_law(LAW)
-    # A wave lasts the maximum of 64 lengths; the error of its mean over 40 waves bounds the band.
+    # A wave lasts the maximum of 64 lengths; the error of its mean over the waves bounds the band.
     first, second = (concentration.expected_max(law, 64, order) for order in (1, 2))
     error = 4.5 * np.sqrt((second - first**2) / waves)
     assert abs(summary.calls_per_interval - first) <= error
