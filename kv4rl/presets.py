@@ -117,7 +117,7 @@ class _Parser(argparse.ArgumentParser):
         unknown = re.search(r"unrecognized arguments: (--\S+)", message)
         if unknown:
             flags = [flag for action in self._actions for flag in action.option_strings]
-            near = difflib.get_close_matches(unknown[1].split("=")[0], flags, n=1)
+            near = difflib.get_close_matches(unknown[1].split("=")[0], flags, n=1, cutoff=0.75)
             message += f" (did you mean {near[0]}?)" if near else " (--help lists them all)"
         super().error(message)
 

@@ -9,7 +9,7 @@ import torch
 from kv4rl.config import GRPOConfig, require
 from kv4rl.grpo.advantage import group_advantages
 from kv4rl.grpo.logprobs import MAX_LOGITS, token_logprobs
-from kv4rl.grpo.loss import LossStats, grpo_loss
+from kv4rl.grpo.loss import LossStats, grpo_loss, unclipped_tis_weights
 from kv4rl.grpo.masters import MasterWeights, cast_copy, compute_dtype
 from kv4rl.grpo.mismatch import sampler_mismatch
 from kv4rl.grpo.packing import TrainBatch, microbatches, pack
@@ -51,6 +51,7 @@ class GRPOLearner:
         self.device = next(decoder.parameters()).device
         self.updates = 0  # updates made, skipped steps included: the learning rate follows it
         dtype = compute_dtype(config.compute_dtype, self.device)
+        self.tis_weights = torch.empty(0)  # of the latest update, before the clip at C, [N_tok] on CPU: for plots
         self.reference = None
         if config.kl_coefficient > 0:
             self.reference = cast_copy(reference if reference is not None else decoder, dtype).requires_grad_(False)
@@ -148,12 +149,10 @@ class GRPOLearner:
 
     def _metrics(self, parts: list[Microbatch], stats: LossStats) -> dict[str, float]:
         flat = lambda columns: torch.cat(list(columns)).cpu()
-        mismatch = sampler_mismatch(
-            flat(part.old_logp for part in parts),
-            flat(part.batch.sampler_logp for part in parts),
-            flat(part.batch.response_lengths for part in parts),
-            self.config.tis_clip,
-        )
+        old, sampler = flat(part.old_logp for part in parts), flat(part.batch.sampler_logp for part in parts)
+        lengths = flat(part.batch.response_lengths for part in parts)
+        mismatch = sampler_mismatch(old, sampler, lengths, self.config.tis_clip)
+        self.tis_weights = unclipped_tis_weights(old, sampler)
         metrics = {f"actor/{name}": value for name, value in stats.means().items()}
         metrics["actor/entropy"] = float(flat(part.entropy for part in parts).double().mean())
         metrics["actor/kl_coef"] = self.config.kl_coefficient

@@ -12,19 +12,26 @@ from kv4rl.rollout.group import Prompt, PromptGroup
 VOCABULARY, EOS = 48, 1
 
 
+def random_qwen3(seed: int, *, head_dim: int) -> Decoder:
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
+        num_key_value_heads=2, head_dim=head_dim, max_position_embeddings=256, tie_word_embeddings=True,
+        initializer_range=0.2,
+    )  # fmt: skip
+    return Decoder.random(DecoderConfig.from_hf(config), seed=seed)
+
+
 @pytest.fixture
 def tiny_decoder():
     """A function of a seed: a random 2-layer Qwen3 in FP32 with a vocabulary of 48."""
 
-    def make(seed: int = 0) -> Decoder:
-        config = Qwen3Config(
-            vocab_size=VOCABULARY, hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, head_dim=16, max_position_embeddings=256, tie_word_embeddings=True,
-            initializer_range=0.2,
-        )  # fmt: skip
-        return Decoder.random(DecoderConfig.from_hf(config), seed=seed)
+    return lambda seed=0: random_qwen3(seed, head_dim=16)
 
-    return make
+
+@pytest.fixture
+def wide_decoder():
+    """The same with head_dim 64, the least a KV cache takes."""
+    return lambda seed=0: random_qwen3(seed, head_dim=64)
 
 
 @pytest.fixture

@@ -1,0 +1,90 @@
+import dataclasses
+
+import pytest
+
+from kv4rl.config import GRPOConfig, KVConfig, RolloutConfig
+from kv4rl.presets import PRESETS, override, parse_config, preset
+
+
+@pytest.mark.parametrize("name", ["qwen3_4b", "qwen3_8b"])
+def test_the_papers_presets_hold_table_a1(name):
+    config = preset(name)
+    r, g = config.rollout, config.grpo
+    assert (r.groups_per_update, r.responses_per_group, r.oversubscription, r.age_limit) == (128, 8, 1.0, 12)
+    assert (r.max_prompt_tokens, r.max_response_tokens, r.max_active_requests) == (1024, 16384, 1024)
+    assert (r.temperature, r.top_p, r.top_k, r.collector) == (1.0, 1.0, 0, "partial")
+    assert (g.learning_rate, g.warmup_updates, g.betas, g.weight_decay) == (1e-6, 10, (0.9, 0.999), 0.01)
+    assert (g.max_grad_norm, g.clip_low, g.clip_high, g.dual_clip, g.tis_clip) == (1.0, 0.2, 0.2, 3.0, 5.0)
+    assert g.kl_coefficient == 0.001
+    assert config.kv == KVConfig("kv4rl", sink_tokens=16, recent_tokens=128)
+
+
+def test_pages_and_length_of_the_papers_runs():
+    assert (preset("qwen3_4b").rollout.cache_pages, preset("qwen3_8b").rollout.cache_pages) == (83022, 79639)
+    assert (preset("qwen3_4b").updates, preset("qwen3_8b").updates) == (600, 400)
+
+
+@pytest.mark.parametrize("name", ["smoke", "mini"])
+def test_presets_for_a_laptop_change_sizes_not_the_method(name):
+    config = preset(name)
+    changed = {"learning_rate", "warmup_updates", "microbatch_tokens"}
+    for field in dataclasses.fields(GRPOConfig):
+        if field.name not in changed:
+            assert getattr(config.grpo, field.name) == getattr(GRPOConfig(), field.name), field.name
+    assert config.kv == KVConfig()
+    assert (config.rollout.collector, config.rollout.oversubscription) == ("partial", 1.0)
+
+
+def test_every_field_has_a_flag_that_reaches_it():
+    config = parse_config(
+        "--preset smoke --kv.precision kv8 --updates 7 --grpo.betas 0.8 0.95 --rollout.seed 5 --model x".split()
+    )
+    expected = preset("smoke")
+    assert config == dataclasses.replace(
+        expected, updates=7, model="x", kv=KVConfig(precision="kv8"),
+        grpo=dataclasses.replace(expected.grpo, betas=(0.8, 0.95)),
+        rollout=dataclasses.replace(expected.rollout, seed=5),
+    )  # fmt: skip
+    assert parse_config([]) == preset("mini")
+
+
+@pytest.mark.parametrize("name", PRESETS)
+def test_a_preset_without_flags_is_itself(name):
+    assert parse_config(["--preset", name]) == PRESETS[name]
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        ("--kv.precison kv8", "did you mean --kv.precision?"),
+        ("--nonsense 3", "unrecognized arguments: --nonsense 3 (--help lists them all)"),
+        ("--kv.precision kv9", "precision='kv9': expected one of bf16, kv8, kv4, kv4rl"),
+        ("--updates many", "argument --updates: invalid int value: 'many'"),
+        ("--preset qwen", "argument --preset: invalid choice: 'qwen'"),
+        ("--rollout.age_limit 0", "age_limit=0: expected an integer >= 1"),
+        ("--rollout.temperature 0.6", "recorded log-probs must be those of the sampling distribution"),
+        ("--update 3", "did you mean --updates?"),
+    ],
+)
+def test_a_wrong_flag_or_value_says_what_would_be_right(arguments, sentence, capsys):
+    with pytest.raises(SystemExit) as ending:
+        parse_config(arguments.split())
+    assert ending.value.code == 2
+    assert sentence in capsys.readouterr().err
+
+
+def test_help_shows_each_field_with_its_row_of_table_a1(capsys):
+    with pytest.raises(SystemExit):
+        parse_config(["--help"])
+    text = capsys.readouterr().out
+    for cls, prefix in ((KVConfig, "kv."), (RolloutConfig, "rollout."), (GRPOConfig, "grpo.")):
+        for field in dataclasses.fields(cls):
+            assert f"--{prefix}{field.name}" in text
+    assert 'T ("Prompt groups", Table A1)' in text
+
+
+def test_override_by_name_checks_the_whole():
+    with pytest.raises(ValueError, match="sink_tokens=-1"):
+        override(preset("mini"), {"kv.sink_tokens": -1})
+    with pytest.raises(ValueError, match="preset='huge'"):
+        preset("huge")
