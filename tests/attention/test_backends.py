@@ -1,0 +1,62 @@
+import warnings
+
+import pytest
+import torch
+
+from kv4rl.attention import backends
+from kv4rl.attention.backends import BackendUnavailable, ReferenceBackend, choose_backend
+
+
+@pytest.fixture(autouse=True)
+def no_environment(monkeypatch):
+    monkeypatch.delenv(backends.ENVIRONMENT, raising=False)
+    monkeypatch.setattr(backends, "_explained", set())
+
+
+def refuse(device):
+    raise BackendUnavailable("no nvcc found; install the CUDA toolkit")
+
+
+def test_auto_is_the_reference_on_a_cpu():
+    assert isinstance(choose_backend("auto", "cpu"), ReferenceBackend)
+
+
+def test_auto_on_cuda_falls_back_and_says_why_once(monkeypatch):
+    monkeypatch.setattr(backends, "FACTORIES", {"reference": backends.FACTORIES["reference"], "cuda": refuse})
+    with pytest.warns(RuntimeWarning, match="'cuda' is off: no nvcc found; install the CUDA toolkit"):
+        assert choose_backend("auto", "cuda").name == "reference"
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert choose_backend("auto", "cuda").name == "reference"
+
+
+def test_auto_on_cuda_prefers_the_first_that_runs(monkeypatch):
+    class Fast:
+        name = "cuda"
+
+    factories = {"reference": backends.FACTORIES["reference"], "cuda": lambda device: Fast()}
+    monkeypatch.setattr(backends, "FACTORIES", factories)
+    assert choose_backend("auto", "cuda").name == "cuda"
+    assert choose_backend("auto", "cpu").name == "reference"
+
+
+def test_a_named_backend_that_cannot_run_raises_instead_of_falling_back(monkeypatch):
+    monkeypatch.setitem(backends.FACTORIES, "cuda", refuse)
+    with pytest.raises(BackendUnavailable, match="no nvcc"):
+        choose_backend("cuda", "cpu")
+
+
+def test_the_environment_overrides_auto_only(monkeypatch):
+    monkeypatch.setitem(backends.FACTORIES, "cuda", refuse)
+    monkeypatch.setenv(backends.ENVIRONMENT, "cuda")
+    with pytest.raises(BackendUnavailable):
+        choose_backend("auto", "cpu")
+    assert choose_backend("reference", torch.device("cpu")).name == "reference"
+
+
+def test_unknown_names_are_refused_with_the_known_ones(monkeypatch):
+    with pytest.raises(ValueError, match=r"backend='tpu': expected one of auto, reference"):
+        choose_backend("tpu", "cpu")
+    monkeypatch.setenv(backends.ENVIRONMENT, "fast")
+    with pytest.raises(ValueError, match="KV4RL_BACKEND='fast': expected one of auto, reference"):
+        choose_backend("auto", "cpu")
