@@ -50,6 +50,18 @@ EVALUATION_TASKS = {
     "minerva": (272, 8, False, "math-ai/minervamath"),
 }
 
+# Checkpoints of the workload and quantisation results (§B.1): updates of one BF16-trained lineage a model.
+CHECKPOINTS = {"4b": (100, 300, 500), "8b": (100, 250, 400)}
+EVALUATION_SEEDS = (42, 43, 44)  # §B.2
+
+# Table A4: what each timer includes.
+TIMING_SCOPES = {
+    "decode_replay_ms": "captured forward, TP communication and argmax at fixed states",
+    "decode_tokens_per_s": "committed tokens per summed GPU decode-service time",
+    "collection_s": "collection with prefill, re-prefill and reward scoring",
+    "iteration_s": "collection and learning with weight synchronisation and phase switches",
+}
+
 # Single numbers of text, captions and appendices: name | value | unit | locator.
 NUMBERS = """
 trace/4b-300/active_batch_ratio | 8.27 | x | §4.1
@@ -69,6 +81,13 @@ trace/pool_pages_8b | 79639 | pages | §B.3
 trace/pool_positions_4b | 1328352 | positions | §B.3
 trace/pool_positions_8b | 1274224 | positions | §B.3
 trace/kv_bytes_per_position | 73728 | bytes | §B.3
+trace/max_active_requests | 1024 | requests | §B.3
+trace/warmup_rounds | 3 | rounds | §B.3
+trace/measured_rounds_4b | 12 | rounds | §B.3
+trace/measured_rounds_8b | 6 | rounds | §B.3
+trace/sampling_seed | 6101 | seed | §B.3
+trace/smoothing_window | 65 | calls | §B.3
+trace/smoothing_stride | 8 | calls | §B.3
 trace/requests_per_replica | 512 | requests | §C.4
 roofline/weight_bytes_4b_tp2 | 4.022272 | GB | §B.4
 roofline/gflop_per_token_4b_tp2 | 4.022272 | GFLOP | §B.4
@@ -87,6 +106,11 @@ replay/8b/fp8_kv_lowest | 0.97 | x | Fig. A2
 replay/8b/fp8_kv_highest | 1.09 | x | Fig. A2
 replay/8b/w8a8_highest | 1.06 | x | Fig. A2
 replay/samples_per_state | 90 | samples | §B.4
+replay/blocks | 3 | blocks | §B.4
+replay/phases | 5 | phases | §B.4
+replay/median_for_mean_4b | 0.006 | x | §B.4
+replay/median_for_mean_8b | 0.002 | x | §B.4
+replay/sampled_context_8b_400 | 3463 | tokens | Table A3
 replay/bf16_repeat_spread | 0.3 | % | §B.4
 ragged/4b/kv4rl | 1.90 | x | Fig. 4c
 ragged/4b/retention_vs_kv4 | 94 | % | §5.2
@@ -94,14 +118,24 @@ ragged/8b/retention_vs_kv4 | 98 | % | §D.3
 ragged/4b/states | 24 | states | §B.5
 ragged/4b/requests_lowest | 407 | requests | §B.5
 ragged/4b/requests_highest | 475 | requests | §B.5
+ragged/4b/mean_context_lowest | 1400 | tokens | §B.5
+ragged/4b/mean_context_highest | 1700 | tokens | §B.5
 ragged/8b/states | 11 | states | §B.5
 ragged/8b/requests_lowest | 260 | requests | §B.5
 ragged/8b/requests_highest | 374 | requests | §B.5
+ragged/8b/mean_context_lowest | 3300 | tokens | §B.5
+ragged/8b/mean_context_highest | 4700 | tokens | §B.5
+ragged/warmup_calls | 10 | calls | §B.5
+ragged/timed_calls | 90 | calls | §B.5
 fidelity/4b/kl_reduction_16_128 | 7.0 | x | Fig. 4b
 fidelity/8b/kl_reduction_16_128 | 5.7 | x | Fig. A3c
 fidelity/prompts | 32 | prompts | §B.5
 fidelity/positions_per_response | 8 | positions | §B.5
 fidelity/bootstraps | 10000 | draws | §B.5
+fidelity/states | 256 | states | §B.5
+fidelity/protected_positions | 144 | positions | Fig. 4b
+fidelity/widest_recent | 512 | positions | §D.3
+fidelity/narrowest_recent | 16 | positions | §D.3
 storage/4b/group128/kl | 8.14e-3 | nats | Fig. A4b
 storage/4b/group32/kl | 3.86e-3 | nats | Fig. A4b
 storage/4b/group16/kl | 1.94e-3 | nats | Fig. A4b
@@ -110,6 +144,9 @@ storage/group32/bits | 5.00 | bits | Fig. A4b
 storage/group16/bits | 6.00 | bits | Fig. A4b
 storage/nvfp4/bits | 4.75 | bits | Fig. A4c
 storage/mxfp4/bits | 4.25 | bits | Fig. A4c
+storage/nvfp4/scale_group | 16 | elements | §D.4
+storage/nvfp4/global_scale_bits | 0.25 | bits | §D.4
+storage/mxfp4/scale_group | 32 | elements | §D.4
 storage/4b/rotate_kv_over_k | 0.89 | ratio | §D.4
 storage/8b/rotate_kv_over_k | 1.29 | ratio | §D.4
 learning/8b/math500/bf16 | 88.16 | % | §5.2
@@ -118,6 +155,9 @@ learning/8b/math500/kv4_deficit | 5.24 | points | §1
 learning/4b/reward_gap/kv4rl | 1.1 | points | §D.6
 learning/4b/reward_gap/kv4 | 4.6 | points | §D.6
 learning/accuracy_gap_limit | 0.5 | points | §6.3
+learning/8b/mean_deficit_kv4 | 4.6 | points | §6.3
+learning/4b/mean_deficit_kv4 | 0.8 | points | §6.3
+learning/8b/kv4_falls_behind_after | 200 | updates | §D.5
 rollout/8b/cumulative | 1.80 | x | Fig. 6b
 rollout/8b/first_100 | 1.45 | x | §6.2
 rollout/8b/last_50 | 1.97 | x | §6.2
@@ -139,8 +179,44 @@ length/4b/mean_bf16 | 1450 | tokens | §6.2
 length/4b/mean_kv4rl | 1460 | tokens | §6.2
 length/4b/late | 2000 | tokens | §6.2
 length/8b/late | 5500 | tokens | §6.2
+length/8b/kv4rl_within | 1 | % | §6.2
 updates/4b | 600 | updates | §6.1
 updates/8b | 400 | updates | §6.1
+smoothing/iterations | 20 | updates | §B.6
+config/gpus | 4 | GPUs | Table A1
+config/replicas | 2 | replicas | Table A1
+config/tensor_parallel | 2 | GPUs | Table A1
+config/groups_per_update | 128 | groups | Table A1
+config/responses_per_group | 8 | responses | Table A1
+config/max_prompt_tokens | 1024 | tokens | Table A1
+config/max_response_tokens | 16384 | tokens | Table A1
+config/temperature | 1.0 | 1 | Table A1
+config/top_p | 1.0 | 1 | Table A1
+config/oversubscription | 1 | 1 | Table A1
+config/age_limit | 12 | updates | Table A1
+config/adam_beta1 | 0.9 | 1 | Table A1
+config/adam_beta2 | 0.999 | 1 | Table A1
+config/learning_rate | 1e-6 | 1 | Table A1
+config/warmup_updates | 10 | updates | Table A1
+config/weight_decay | 0.01 | 1 | Table A1
+config/max_grad_norm | 1.0 | 1 | Table A1
+config/ppo_epochs | 1 | epochs | Table A1
+config/clip_lowest | 0.8 | 1 | Table A1
+config/clip_highest | 1.2 | 1 | Table A1
+config/dual_clip | 3.0 | 1 | Table A1
+config/kl_coefficient | 0.001 | 1 | Table A1
+config/tis_clip | 5 | 1 | Table A1
+config/page_tokens | 16 | tokens | Table A1
+config/max_active_requests | 1024 | requests | Table A1
+config/sink_tokens | 16 | positions | Table A1
+config/recent_tokens | 128 | positions | Table A1
+config/training_seed | 43 | seed | §D.5
+evaluation/temperature | 0.6 | 1 | §B.2
+evaluation/top_p | 0.95 | 1 | §B.2
+evaluation/max_response_tokens | 16384 | tokens | §B.2
+evaluation/max_prompt_tokens | 2048 | tokens | §B.2
+evaluation/olympiad_tolerance | 1e-8 | 1 | §B.2
+evaluation/minerva_tolerance | 1e-4 | 1 | §B.2
 """
 
 # 95 % intervals published with a number above.

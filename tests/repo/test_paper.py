@@ -4,7 +4,8 @@ import statistics
 
 import pytest
 
-from kv4rl.paper import EVALUATION_TASKS, PRECISION_ROWS, PUBLISHED, REPLAY_SHAPES, TASKS
+from kv4rl.config import PAGE_TOKENS, GRPOConfig, KVConfig, RolloutConfig
+from kv4rl.paper import CHECKPOINTS, EVALUATION_TASKS, PRECISION_ROWS, PUBLISHED, REPLAY_SHAPES, TASKS, TIMING_SCOPES
 
 
 def value(name):
@@ -64,3 +65,59 @@ def test_shapes_fit_the_pinned_positions_and_the_request_limit():
 def test_every_number_has_a_place_in_the_paper():
     assert all(item.locator and item.unit for item in PUBLISHED.values())
     assert len(EVALUATION_TASKS) == 6
+
+
+def test_table_a1_is_what_our_defaults_say():
+    rollout, grpo, kv = RolloutConfig(), GRPOConfig(), KVConfig()
+    fields = ("groups_per_update", "responses_per_group", "max_prompt_tokens", "max_response_tokens", "temperature")
+    for name in (*fields, "top_p", "oversubscription", "age_limit", "max_active_requests"):
+        assert getattr(rollout, name) == value(f"config/{name}")
+    for name in ("learning_rate", "warmup_updates", "weight_decay", "max_grad_norm", "dual_clip", "kl_coefficient"):
+        assert getattr(grpo, name) == value(f"config/{name}")
+    assert grpo.tis_clip == value("config/tis_clip")
+    assert grpo.betas == (value("config/adam_beta1"), value("config/adam_beta2"))
+    assert (1 - grpo.clip_low, 1 + grpo.clip_high) == (value("config/clip_lowest"), value("config/clip_highest"))
+    assert (kv.sink_tokens, kv.recent_tokens) == (value("config/sink_tokens"), value("config/recent_tokens"))
+    assert value("config/page_tokens") == PAGE_TOKENS
+
+
+def test_counts_multiply_as_the_text_says():
+    # A synchronous replica collects 512 responses a round (§C.4): T G over two replicas.
+    responses = value("config/groups_per_update") * value("config/responses_per_group")
+    assert responses / value("config/replicas") == value("trace/requests_per_replica")
+    assert value("config/gpus") == value("config/replicas") * value("config/tensor_parallel")
+    assert value("fidelity/prompts") * value("fidelity/positions_per_response") == value("fidelity/states")
+    protected = value("config/sink_tokens") + value("config/recent_tokens")
+    assert protected == value("fidelity/protected_positions")
+    assert value("storage/nvfp4/global_scale_bits") == 32 / 128
+
+
+def test_the_deficits_of_kv4_are_the_differences_of_table_1():
+    for model in ("8b", "4b"):
+        gap = value(f"table1/{model}/bf16/mean") - value(f"table1/{model}/kv4/mean")
+        assert gap == pytest.approx(value(f"learning/{model}/mean_deficit_kv4"), abs=0.05)
+    gap = value("learning/8b/math500/bf16") - value("learning/8b/math500/kv4_deficit")
+    assert gap == pytest.approx(value("table1/8b/kv4/math500"), abs=0.05)
+    for precision in ("bf16", "kv4rl"):
+        exact, rounded = value(f"learning/8b/math500/{precision}"), value(f"table1/8b/{precision}/math500")
+        assert exact == pytest.approx(rounded, abs=0.05)
+
+
+def test_the_trace_ratios_fit_together():
+    # Over a fixed set of responses, calls times active requests is the tokens generated: both ratios nearly agree.
+    active, calls = value("trace/4b-300/active_batch_ratio"), value("trace/4b-300/fewer_decode_calls")
+    assert calls == pytest.approx(active, rel=0.02)
+    throughput = active / value("trace/4b-300/step_latency_ratio")
+    assert throughput == pytest.approx(value("trace/4b-300/decode_throughput_ratio"), abs=0.005)
+
+
+def test_shares_of_an_iteration_leave_a_residual():
+    rollout, update = (value(f"iteration/8b/{part}_share_kv4rl_last_50") for part in ("rollout", "update"))
+    learner = value("iteration/8b/learner_share_kv4rl_last_50")
+    assert update < learner and rollout + learner < 100
+
+
+def test_every_checkpoint_has_its_shapes_and_every_timer_its_scope():
+    assert set(REPLAY_SHAPES) == {f"{m.upper()}-{update}" for m, updates in CHECKPOINTS.items() for update in updates}
+    assert all(len(shapes) == value("replay/phases") for shapes in REPLAY_SHAPES.values())
+    assert set(TIMING_SCOPES) == {"decode_replay_ms", "decode_tokens_per_s", "collection_s", "iteration_s"}
