@@ -7,7 +7,7 @@ from typing import Protocol
 
 import torch
 
-from kv4rl.attention.reference import decode_attention
+from kv4rl.attention.reference import block_tokens, decode_attention
 from kv4rl.config import require
 from kv4rl.formats.hadamard import rotate
 
@@ -35,14 +35,16 @@ class ReferenceBackend:
 
     def write(self, cache, layer, k, v, where):
         written = (where.page_ids >= 0).nonzero()[:, 0]
-        if len(written) < len(k):
-            k, v = k[written], v[written]
+        for rows in written.split(block_tokens(cache)):
+            self._write_rows(cache, layer, k[rows], v[rows], where, rows)
+
+    def _write_rows(self, cache, layer, k, v, where, rows):
         if cache.kv.precision != "bf16":
             k = rotate(k)
-        cache.main.write(layer, k, v, where.page_ids[written], where.offsets[written])
-        protected = (where.side_entries[written] >= 0).nonzero()[:, 0]
+        cache.main.write(layer, k, v, where.page_ids[rows], where.offsets[rows])
+        protected = (where.side_entries[rows] >= 0).nonzero()[:, 0]
         if len(protected):
-            rows = written[protected]
+            rows = rows[protected]
             cache.side.write(layer, k[protected], v[protected], where.slots[rows], where.side_entries[rows])
 
     def decode(self, cache, layer, q, batch, return_lse=False):

@@ -15,7 +15,7 @@ from kv4rl.formats.hadamard import rotate
 from kv4rl.formats.packing import unpack_k4, unpack_k8, unpack_v4, unpack_v8
 from kv4rl.formats.symmetric import LEVELS, symmetric_codes
 
-BLOCK_ELEMENTS = 2**20  # keys worked on at once on a CPU: 2 MB of FP32, which stays in its second-level cache
+BLOCK_ELEMENTS = 2**20  # keys worked on at once on a CPU: 2 MB of FP32, which stays near the core
 
 
 class QueryCodes(NamedTuple):
@@ -61,11 +61,18 @@ def decode_attention(cache, layer: int, q: torch.Tensor, batch) -> tuple[torch.T
     return o.flatten(1, 2), z.flatten(1, 2)
 
 
+def block_tokens(cache) -> int:
+    """Tokens to work on at once: all on a GPU; on a CPU as many as keep FP32 copies of their keys in its cache."""
+    if cache.device.type != "cpu":
+        return 2**62
+    return BLOCK_ELEMENTS // (cache.shape.kv_heads * cache.shape.head_dim)
+
+
 def request_blocks(cache, context_tokens: torch.Tensor) -> list[slice]:
-    """Consecutive requests whose dequantised keys fit a CPU's cache; requests do not touch one another's results."""
-    if context_tokens.is_cuda:
+    """Consecutive requests of `block_tokens` together; requests do not touch one another's results."""
+    limit = block_tokens(cache)
+    if limit == 2**62:
         return [slice(None)]
-    limit = BLOCK_ELEMENTS // (cache.shape.kv_heads * cache.shape.head_dim)
     blocks, start, held = [], 0, 0
     for row, tokens in enumerate(context_tokens.tolist()):
         if held and held + tokens > limit:

@@ -29,8 +29,9 @@ def hadamard_matrix(d: int, *, dtype: torch.dtype = torch.float32, device=None) 
     return (signs * d**-0.5).to(dtype)
 
 
+@torch.no_grad()
 def rotate(x: torch.Tensor) -> torch.Tensor:
-    """x @ H over the last dimension (Eq. 3.4): [..., d] in any floating dtype -> [..., d] FP32.
+    """x @ H over the last dimension (Eq. 3.4): [..., d] in any floating dtype -> [..., d] FP32, without gradients.
 
     Written as log2(d) butterflies, not as a matmul: it does less work, and nobody's choice of TF32 or BF16 for
     matmuls reaches it. Raises `ValueError` unless `d` is a power of two.
@@ -41,6 +42,9 @@ def rotate(x: torch.Tensor) -> torch.Tensor:
     half = d // 2
     while half:
         upper, lower = y.unflatten(-1, (-1, 2, half)).unbind(-2)
-        y = torch.stack((upper + lower, upper - lower), -2).flatten(-3)
+        y = torch.empty_like(y)
+        total, difference = y.unflatten(-1, (-1, 2, half)).unbind(-2)
+        torch.add(upper, lower, out=total)
+        torch.sub(upper, lower, out=difference)
         half //= 2
     return y * d**-0.5
