@@ -1,0 +1,126 @@
+"""Figures and sliders of notebooks 01 and 02: they show the values they claim, over the whole range of every slider."""
+
+import itertools
+import time
+from unittest import mock
+
+import numpy as np
+import pytest
+
+from kv4rl.config import RolloutConfig
+from kv4rl.rollout.simulator import simulate, summarize
+from kv4rl.rollout.workload import Workload
+from kv4rl.theory import concentration
+from kv4rl.theory.lengths import LengthDistribution
+from kv4rl.theory.roofline import QWEN3_4B, QWEN3_8B, demands
+from kv4rl.theory.step_cost import StepCost
+from kv4rl.viz import planner, theory_widgets
+from kv4rl.viz import workload as figures
+from kv4rl.viz.concentration import by_slots, explore, length_bias, schedules, survivors
+
+LAW = LengthDistribution.lognormal(200, 0.8, cap=3000)
+
+
+def test_schedules_draw_every_response_once_and_never_two_in_a_slot():
+    lengths = [3, 9, 2, 5, 7, 1, 4, 4]
+    for bars in schedules(lengths, 3).data:
+        assert sorted(bars.x) == sorted(lengths)
+        for slot in set(bars.y):
+            spans = sorted((b, b + x) for b, x, y in zip(bars.base, bars.x, bars.y, strict=True) if y == slot)
+            assert all(first[1] <= second[0] for first, second in itertools.pairwise(spans))
+
+
+def test_by_slots_plots_the_exact_factor():
+    figure = by_slots({"a": LAW}, [2, 64, 512], mark=64)
+    assert figure.data[0].y[1] == pytest.approx(concentration.kv_concentration(LAW, 64))
+    assert figure.data[1].y[1] == pytest.approx(concentration.wave_occupancy(LAW, 64))
+
+
+def test_length_bias_curves_are_distributions_with_their_means_in_the_legend():
+    figure = length_bias(LAW, observed=[10, 20, 500])
+    assert [sum(trace.y) for trace in figure.data] == pytest.approx([1, 1, 1])
+    assert f"{concentration.length_biased(LAW).mean:,.0f}" in figure.data[2].name
+
+
+def test_the_survivors_of_a_wave_sum_to_its_occupancy():
+    steps, active = survivors(LAW, 64)
+    assert active[0] == 64 and active[-1] == 0
+    area = (np.diff(steps) * active[:-1]).sum()
+    assert area == pytest.approx(64 * LAW.mean)
+
+
+def test_the_explorer_states_the_exact_values():
+    titles = [note.text for note in explore(LAW, 512, 100).layout.annotations]
+    assert f"C_KV = {concentration.kv_concentration(LAW, 512):.2f} at B = 512" in titles
+    assert f"{concentration.refill_context(LAW, 100):,.0f} (refill)" in titles[2]
+
+
+def simulated():
+    config = RolloutConfig(
+        groups_per_update=8, responses_per_group=4, max_response_tokens=3000, max_active_requests=64, cache_pages=9000
+    )
+    workload = Workload(LAW, LengthDistribution.deterministic(20), 0.4, siblings=4)
+    return simulate(config, workload, collections=4, replicas=2).trace
+
+
+def test_traces_are_smoothed_as_the_papers_and_keep_their_mean():
+    values = np.arange(1000.0)
+    smooth = figures.smoothed(values)
+    assert len(smooth) == 125 and smooth[50] == pytest.approx(values[400])
+    assert figures.smoothed(np.array([1.0, 3.0])).tolist() == [2.0]
+
+
+def test_trace_figures_show_every_arm_and_panel():
+    trace = simulated()
+    shown = {"kv_bytes_per_token": 73728, "replica": 0, "collections": [1, 2, 3]}
+    figure = figures.concentration_trace({"sync": trace, "partial": trace}, calls=500, **shown)
+    assert len(figure.data) == 8
+    figure = figures.carried_and_fresh(trace, **shown)
+    total = np.asarray(figure.data[0].y) + np.asarray(figure.data[1].y)
+    assert total.mean() == pytest.approx(summarize(trace).volume_gb(73728), rel=0.25)
+
+
+def test_demand_and_ratio_figures_carry_their_values():
+    found = demands(QWEN3_4B, 640, 640 * 874, tensor_parallel=2)
+    figure = figures.service_demands({"early": found})
+    assert [bar.y[0] for bar in figure.data] == [found.weights_ms, found.compute_ms, found.kv_ms]
+    row = {"active batch": 8.0, "resident KV": 7.9, "step latency": 4.0, "throughput": 2.0}
+    figure = figures.ratios({"4B-300": row}, {"4B-300": {"active batch": 8.27}})
+    assert figure.data[0].y == (8.0,) and figure.data[1].y == (8.27,) and figure.data[3].y == (None,)
+
+
+def test_the_plan_table_has_a_line_a_precision_and_bf16_is_its_own_yardstick():
+    rows = planner.plan_rows(StepCost(QWEN3_8B), LAW, prompt_tokens=100, sink_tokens=16, recent_tokens=128)
+    assert [row["cache"] for row in rows] == ["BF16", "KV8", "KV4", "KV4-RL"]
+    assert rows[0]["decode speedup"] == rows[0]["rollout speedup"] == "1.00x"
+    figure = planner.plan_figure(StepCost(QWEN3_8B), LAW, prompt_tokens=100)
+    assert len(figure.data) == 3 and len(figure.data[0].y) == 4
+
+
+def move_all(explorer):
+    """Set every control to each end of its range; returns the slowest move in seconds."""
+    slowest = 0.0
+    for control in explorer.children[:-1]:
+        ends = control.options if hasattr(control, "options") else (control.min, control.max)
+        for value in (ends[0], ends[-1]):
+            began = time.process_time()
+            control.value = value
+            slowest = max(slowest, time.process_time() - began)
+    return slowest
+
+
+@pytest.mark.parametrize("make", [theory_widgets.concentration_explorer, theory_widgets.planner_explorer])
+def test_every_slider_moves_over_its_range_in_time_and_changes_the_figure(make):
+    with mock.patch.object(theory_widgets, "display") as display:
+        explorer = make()
+        slowest = move_all(explorer)
+    figures_shown = [call.args[0].to_json() for call in display.call_args_list]
+    assert len(figures_shown) > 2 * 4 and len(set(figures_shown)) > len(figures_shown) // 2
+    assert slowest < 0.2
+
+
+def test_the_laws_of_the_sliders_have_the_mean_they_say():
+    for family in theory_widgets.FAMILIES:
+        assert theory_widgets.law(family, 1000, 0.5).mean == pytest.approx(1000, rel=0.01)
+    with pytest.raises(ValueError, match="family='zipf': expected one of deterministic"):
+        theory_widgets.law("zipf", 10, 1)
