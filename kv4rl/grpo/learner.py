@@ -13,7 +13,7 @@ from kv4rl.grpo.loss import LossStats, grpo_loss, unclipped_tis_weights
 from kv4rl.grpo.masters import MasterWeights, cast_copy, compute_dtype
 from kv4rl.grpo.mismatch import sampler_mismatch
 from kv4rl.grpo.packing import TrainBatch, microbatches, pack
-from kv4rl.metrics import Timers
+from kv4rl.metrics import Timers, summary
 from kv4rl.model.attend import PackedCausal
 from kv4rl.rollout.group import PromptGroup
 
@@ -157,7 +157,8 @@ class GRPOLearner:
         metrics["actor/entropy"] = float(flat(part.entropy for part in parts).double().mean())
         metrics["actor/kl_coef"] = self.config.kl_coefficient
         metrics["actor/microbatches"] = float(len(parts))
-        return metrics | mismatch
+        advantages = summary("critic/advantages", flat(part.batch.advantages for part in parts))
+        return metrics | advantages | mismatch
 
 
 def _scores(groups: Sequence[PromptGroup]) -> torch.Tensor:
