@@ -32,7 +32,7 @@ def test_bf16_on_cuda_finds_the_gradient_of_fp32_on_cpu(wide_decoder, sampled_on
     _, rounded = flat_gradient(learner("cpu", "bfloat16"), groups)
     metrics, ours = flat_gradient(learner("cuda", "auto"), groups)
     assert (ours - exact).norm() <= 2 * (rounded - exact).norm()
-    assert metrics["actor/ppo_kl"] == 0.0
+    assert abs(metrics["actor/ppo_kl"]) < 2**-16  # with and without gradient the head sums in another order
 
 
 def test_recomputed_layers_and_a_chunked_head_change_nothing_but_memory(wide_decoder, sampled_on_policy):
