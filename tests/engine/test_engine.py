@@ -45,11 +45,12 @@ def test_greedy_tokens_equal_transformers(hf, make_engine, prompts, sizes):
 
 
 def test_sampled_tokens_are_the_same_alone_and_in_a_batch(make_engine, prompts):
-    together = make_engine().generate(prompts, Sampling(), samples=3)
+    sampling = Sampling(max_response_tokens=25)
+    together = make_engine().generate(prompts, sampling, samples=2)
     engine = make_engine(max_active_requests=1)
-    for i, prompt in enumerate(prompts):
-        alone = engine.generate([prompt], Sampling(), prompt_ids=[str(i)], samples=3)
-        assert [r.tokens for r in alone] == [r.tokens for r in together[3 * i : 3 * i + 3]]
+    for i in (0, 3, 7):
+        alone = engine.generate(prompts[i : i + 1], sampling, prompt_ids=[str(i)], samples=2)
+        assert [r.tokens for r in alone] == [r.tokens for r in together[2 * i : 2 * i + 2]]
 
 
 def test_siblings_sample_different_responses(make_engine, prompts):
@@ -91,7 +92,7 @@ def test_prefill_is_unquantised_whatever_the_chunk_size(make_engine, prompts, pr
 
     def first_logps(precision, step_tokens, carried):
         engine = make_engine(precision, max_active_requests=4, step_tokens=step_tokens, max_response_tokens=12)
-        requests = requests_for(prompts, engine, cap=12)
+        requests = requests_for(prompts[1::2], engine, cap=12)
         for request in requests:
             for token in range(20, 20 + carried):
                 request.append(token, -0.125, 0)
@@ -106,7 +107,7 @@ def test_prefill_is_unquantised_whatever_the_chunk_size(make_engine, prompts, pr
         exact = first_logps("bf16", 400, carried)
         noise = (first_logps("bf16", 5, carried) - exact).abs().max()
         assert noise < 1e-5
-        for step_tokens in (4, 5, 400):
+        for step_tokens in (4, 400):
             assert (first_logps(precision, step_tokens, carried) - exact).abs().max() <= 4 * noise + 1e-6
 
 

@@ -128,6 +128,14 @@ def test_a_token_of_no_probability_is_never_drawn():
     assert set(sample(logits, noise, Sampling())[0].tolist()) == {1, 4}
 
 
+def test_the_smallest_uniform_skips_tokens_of_no_probability():
+    golden = 0x9E3779B97F4A7C15
+    noise = NoiseKeys(torch.tensor([2**64 - golden]).long(), torch.zeros(1, dtype=torch.int64))
+    assert uniforms(noise.keys, noise.positions).item() == 0
+    tokens, logp = sample(torch.tensor([[float("-inf"), float("-inf"), 1.0, 2.0]]), noise, Sampling())
+    assert tokens.item() == 2 and logp.isfinite()
+
+
 @pytest.mark.parametrize(
     ("field", "value"), [("temperature", -1), ("top_p", 0), ("top_p", 1.1), ("top_k", -1), ("max_response_tokens", -1)]
 )

@@ -70,6 +70,7 @@ class Drive:
         assert len(set(slots)) == len(slots)
         held = [page for slot in slots for page in table.ids[slot, : table.held[slot]].tolist()]
         assert len(set(held)) == len(held) == scheduler.used_pages
+        assert (table.ids >= 0).sum() == len(held), "a page id outlived its owner"
         for entry in entries:
             # Held after a step: what is cached, i.e. all but the token just sampled; all of the prefix in prefill.
             decoding = entry.request.status is RequestStatus.DECODING
