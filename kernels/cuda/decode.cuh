@@ -1,4 +1,5 @@
-// Decode attention: a persistent grid in which one warp streams cache pages into shared memory and the others attend.
+// Decode attention: a persistent grid in which one warp of a block streams cache pages into shared memory and the
+// others attend.
 //
 // A work item is a unit (a chunk of one request, schedule.cuh) and a KV head. Blocks take items from one counter,
 // heaviest first. Tiles of 16 tokens go to the W attending warps in turn, one row of W tiles per ring stage, and the
@@ -13,7 +14,7 @@
 namespace kv4rl {
 
 struct DecodeArguments {
-  uint8_t const* query;       // [rows, kv_heads * group, kQueryRow<D>]: write_kv's prepared queries
+  uint8_t const* query;       // [rows, kv_heads * group, Query::row]: write_kv's prepared queries
   uint8_t const* pages;       // this layer's [num_pages, kv_heads, chunk bytes]
   int64_t const* page_table;  // [rows, page_table_stride]
   uint8_t const* side_k;      // this layer's [slots, kv_heads, sink + recent, D] INT8; keys rotated
@@ -27,8 +28,8 @@ struct DecodeArguments {
   float* partial;  // [partials, kv_heads, group, D + 4]: D sums, top (log2), total
   int* arrivals;   // [rows, kv_heads], zero between runs
   int64_t page_table_stride;
-  int kv_heads, group, sink, recent, ring_rows, out_type;  // out_type: 0 BF16, 1 FP16, 2 FP32
-  float score_scale;                                       // log2(e) / sqrt(D)
+  int kv_heads, group, sink, recent, out_type;  // out_type: 0 BF16, 1 FP16, 2 FP32
+  float score_scale;                            // log2(e) / sqrt(D)
 };
 
 constexpr int kItemsAhead = 2;  // items whose queries wait in shared memory
@@ -38,61 +39,63 @@ struct Item {
   int head;  // KV head; -1 ends the work
 };
 
-// Shared memory of one block, carved from one allocation; launch.cuh computes the same size.
-template <class Format, int D, int N, int W>
-struct Shared {
-  static constexpr int slot = Format::Chunk::bytes;  // a side tile's 16 rows of D bytes fit too
-  static constexpr int query = 8 * N * kQueryRow<D>;
-  static constexpr int sums = D + 4;  // floats of one head in `merge`
+// What a build fixes: format, head_dim, query tiles of 8 heads, attending warps, ring stages, tiles a warp takes at
+// once, and whether sink and recent positions lie in the side buffer.
+template <class Format_, int D_, int N_, int W_, int R_, int T_, bool kProtected_>
+struct Config {
+  using Format = Format_;
+  using Query = typename Format::template Query<N_>;
+  static constexpr int D = D_, N = N_, W = W_, R = R_, T = T_;
+  static constexpr bool kProtected = kProtected_;
+  static constexpr int slot = Format::Chunk::bytes;  // 16 side rows of D bytes fit too
+  static constexpr int sums = D + 4;                 // floats a head in `merge`: D sums, top, total
 
-  uint8_t* ring;      // [rows][W][slot]
-  uint8_t* queries;   // [kItemsAhead][8N][kQueryRow]
-  float* merge;       // [W][group][sums]
-  Item* items;        // [kItemsAhead]
-  uint64_t* full;     // [rows]
-  uint64_t* empty;    // [rows]
-  uint64_t* item_full;   // [kItemsAhead]
-  uint64_t* item_empty;  // [kItemsAhead]
-  int* is_last;
+  // Offsets in shared memory.
+  static constexpr int queries = R * W * slot;  // [kItemsAhead][8N][Query::row]
+  static constexpr int query_bytes = 8 * N * Query::row;
+  static constexpr int items = queries + kItemsAhead * query_bytes;  // [kItemsAhead]
+  static constexpr int full = items + kItemsAhead * int(sizeof(Item));
+  static constexpr int empty = full + 8 * R;
+  static constexpr int item_full = empty + 8 * R;
+  static constexpr int item_empty = item_full + 8 * kItemsAhead;
+  static constexpr int is_last = item_empty + 8 * kItemsAhead;
+  static constexpr int merge = is_last + 16;  // [W][group][sums]
 
-  static __host__ __device__ int bytes(int rows, int group) {
-    return rows * (W * slot + 16) + kItemsAhead * (query + int(sizeof(Item)) + 32) + W * group * sums * 4 + 128 + 128;
-  }
-
-  __device__ __forceinline__ Shared(uint8_t* base, int rows, int group) {
-    ring = base + (-shared_address(base) & 127);
-    queries = ring + rows * W * slot;
-    merge = reinterpret_cast<float*>(queries + kItemsAhead * query);
-    items = reinterpret_cast<Item*>(merge + W * group * sums);
-    full = reinterpret_cast<uint64_t*>(items + kItemsAhead);
-    empty = full + rows;
-    item_full = empty + rows;
-    item_empty = item_full + kItemsAhead;
-    is_last = reinterpret_cast<int*>(item_empty + kItemsAhead);
+  static __host__ __device__ int scales(int group) { return merge + W * group * sums * 4; }  // [kItemsAhead][entries]
+  static __host__ __device__ int scale_bytes(int entries) { return (entries + 15) / 16 * 64; }
+  static __host__ __device__ int bytes(int group, int entries) {
+    return scales(group) + kItemsAhead * scale_bytes(entries) + 128;
   }
 };
 
-// A position in a ring of `size` stages and the parity of its current round.
+// A position in a ring of `kSize` stages and the parity of its current round.
+template <int kSize>
 struct Cursor {
   int stage = 0;
   uint32_t parity = 0;
-  __device__ __forceinline__ void advance(int size) {
-    if (++stage == size) stage = 0, parity ^= 1;
+  __device__ __forceinline__ void advance() {
+    if (++stage == kSize) stage = 0, parity ^= 1;
   }
+};
+
+// What both roles need: arguments, the block's shared memory, the lane.
+struct Block {
+  DecodeArguments const& a;
+  uint8_t* base;
+  uint32_t address;  // of base
+  int lane;
 };
 
 // ---- the streaming warp --------------------------------------------------------------------------------------------
 
-template <class Format, int D, int N, int W, bool kProtected>
-struct Producer {
-  using Memory = Shared<Format, D, N, W>;
-  DecodeArguments const& a;
-  Memory const& memory;
-  int const lane;
-  uint64_t const stream = evict_first_policy();
-  Cursor row, item;
+template <class C>
+struct Producer : Block {
+  uint64_t stream;
+  Cursor<C::R> row;
+  Cursor<kItemsAhead> item;
 
   __device__ __forceinline__ void run() {
+    stream = evict_first_policy();
     int ticket = blockIdx.x;
     int const tickets = a.counters->units * a.kv_heads;
     while (ticket < tickets) {
@@ -100,66 +103,83 @@ struct Producer {
       int const head = ticket % a.kv_heads;
       int next = 0;
       if (lane == 0) next = gridDim.x + atomicAdd(&a.counters->next, 1);
-      announce(unit, head);
       Tiles const tiles = tiles_of(unit.context, a.sink, a.recent);
-      if constexpr (kProtected) send_side(unit, head, min(unit.last_tile, tiles.side));
+      announce(unit, head, tiles);
+      if constexpr (C::kProtected) send_side(unit, head, min(unit.last_tile, tiles.side));
       int const first = max(unit.first_tile - tiles.side, 0);
       send_pages(unit, head, tiles.first_page + first, max(unit.last_tile - tiles.side, 0) - first);
       ticket = __shfl_sync(~0u, next, 0);
     }
-    announce(Unit{}, -1);
+    announce(Unit{}, -1, Tiles{});
     leave();
   }
 
-  __device__ __forceinline__ void announce(Unit const& unit, int head) {
-    barrier_wait(&memory.item_empty[item.stage], item.parity ^ 1);
+  __device__ __forceinline__ void announce(Unit const& unit, int head, Tiles const& tiles) {
+    barrier_wait(address + C::item_empty + 8 * item.stage, item.parity ^ 1);
+    if constexpr (C::kProtected)
+      if (unit.first_tile < tiles.side) load_scales(unit, head);
+    uint32_t const ready = address + C::item_full + 8 * item.stage;
     if (lane == 0) {
-      uint64_t* ready = &memory.item_full[item.stage];
-      memory.items[item.stage] = Item{unit, head};
+      reinterpret_cast<Item*>(base + C::items)[item.stage] = Item{unit, head};
       if (head < 0) {
         barrier_arrive(ready);
       } else {
-        int const bytes = a.group * kQueryRow<D>;
+        int const bytes = a.group * C::Query::row;
         barrier_expect(ready, bytes);
-        bulk_copy(memory.queries + item.stage * Memory::query,
+        bulk_copy(address + C::queries + item.stage * C::query_bytes,
                   a.query + (int64_t(unit.request) * a.kv_heads + head) * bytes, bytes, ready, stream);
       }
     }
-    item.advance(kItemsAhead);
+    item.advance();
+  }
+
+  // (k_scale, v_scale) of the side entries; rows of odd length are not aligned for bulk copies.
+  __device__ __forceinline__ void load_scales(Unit const& unit, int head) {
+    int const entries = a.sink + a.recent, valid = min(entries, unit.context);
+    int64_t const from = (int64_t(unit.slot) * a.kv_heads + head) * entries;
+    uint8_t* to = base + C::scales(a.group) + item.stage * C::scale_bytes(entries);
+#pragma unroll 5
+    for (int i = lane; i < C::scale_bytes(entries) / 4; i += kWarp) {
+      __half2 pair = __half2half2(__ushort_as_half(0));
+      if (i < valid) pair = __halves2half2(a.side_k_scale[from + i], a.side_v_scale[from + i]);
+      reinterpret_cast<__half2*>(to)[i] = pair;
+    }
+    __syncwarp();
   }
 
   // One ring stage: lane w < W sends warp w's tile, of `bytes` bytes (0: none).
   __device__ __forceinline__ void send_row(uint8_t const* source, int bytes) {
-    barrier_wait(&memory.empty[row.stage], row.parity ^ 1);
+    uint32_t const full = address + C::full + 8 * row.stage;
+    barrier_wait(address + C::empty + 8 * row.stage, row.parity ^ 1);
     int const all = __reduce_add_sync(~0u, bytes);
-    if (lane == 0) barrier_expect(&memory.full[row.stage], all);
+    if (lane == 0) barrier_expect(full, all);
     __syncwarp();
-    if (bytes > 0)
-      bulk_copy(memory.ring + (row.stage * W + lane) * Memory::slot, source, bytes, &memory.full[row.stage], stream);
-    row.advance(a.ring_rows);
+    if (bytes > 0) bulk_copy(address + (row.stage * C::W + lane) * C::slot, source, bytes, full, stream);
+    row.advance();
   }
 
   __device__ __forceinline__ void send_side(Unit const& unit, int head, int end) {
     int const entries = a.sink + a.recent;
-    int64_t const base = (int64_t(unit.slot) * a.kv_heads + head) * entries * D;
-    for (int tile = unit.first_tile; tile < end; tile += W) {
+    int64_t const from = (int64_t(unit.slot) * a.kv_heads + head) * entries * C::D;
+    for (int tile = unit.first_tile; tile < end; tile += C::W) {
       int const mine = tile + lane;
-      int const bytes = lane < W && mine < end ? min(kPageTokens, entries - mine * kPageTokens) * D : 0;
-      send_row(a.side_k + base + mine * kPageTokens * D, bytes);
-      send_row(a.side_v + base + mine * kPageTokens * D, bytes);
+      int const bytes = lane < C::W && mine < end ? min(kPageTokens, entries - mine * kPageTokens) * C::D : 0;
+      send_row(a.side_k + from + mine * kPageTokens * C::D, bytes);
+      send_row(a.side_v + from + mine * kPageTokens * C::D, bytes);
     }
   }
 
   __device__ __forceinline__ void send_pages(Unit const& unit, int head, int first, int count) {
+    constexpr int batch = kWarp / C::W * C::W;  // page ids fetched at once, one a lane, a batch ahead
     int64_t const* table = a.page_table + unit.request * a.page_table_stride + first;
-    int64_t following = lane < count ? table[lane] : 0;
-    for (int i = 0; i < count; i += kWarp) {
+    int64_t following = lane < min(batch, count) ? table[lane] : 0;
+    for (int i = 0; i < count; i += batch) {
       int64_t const ids = following;
-      following = i + kWarp + lane < count ? table[i + kWarp + lane] : 0;
-      for (int j = 0; j < kWarp && i + j < count; j += W) {
+      following = i + batch + lane < count ? table[i + batch + lane] : 0;
+      for (int j = 0; j < batch && i + j < count; j += C::W) {
         int64_t const page = __shfl_sync(~0u, ids, (j + lane) % kWarp);
-        bool const sends = lane < W && i + j + lane < count;
-        send_row(a.pages + (page * a.kv_heads + head) * Format::Chunk::bytes, sends ? Format::Chunk::bytes : 0);
+        bool const sends = lane < C::W && i + j + lane < count;
+        send_row(a.pages + (page * a.kv_heads + head) * C::slot, sends ? C::slot : 0);
       }
     }
   }
@@ -174,127 +194,140 @@ struct Producer {
 
 // ---- the attending warps -------------------------------------------------------------------------------------------
 
-template <class Format, int D, int N, int W, bool kProtected>
-struct Consumer {
-  using Memory = Shared<Format, D, N, W>;
-  DecodeArguments const& a;
-  Memory const& memory;
-  int const lane, warp;
-  Cursor row, item;
-  QueryCodes<D, N> query;
-  float unit_score[N][2];  // query scale * log2(e) / sqrt(D), heads 8n + 2t, + 1
-  float code_sum[N][2];    // the same times the sum of the query's codes
+template <class C>
+struct Consumer : Block {
+  static constexpr int D = C::D, N = C::N, W = C::W, T = C::T;
+  using Format = typename C::Format;
+  int warp;
+  Cursor<C::R> row;
+  Cursor<kItemsAhead> item;
+  typename C::Query query;
   OnlineSoftmax<D, N> softmax;
 
   __device__ __forceinline__ void run() {
     for (;;) {
-      barrier_wait(&memory.item_full[item.stage], item.parity);
-      Item const work = memory.items[item.stage];
+      barrier_wait(address + C::item_full + 8 * item.stage, item.parity);
+      Item const work = reinterpret_cast<Item const*>(base + C::items)[item.stage];
       if (work.head < 0) return;
-      load_query(memory.queries + item.stage * Memory::query);
-      __syncwarp();
-      if (lane == 0) barrier_arrive(&memory.item_empty[item.stage]);
-      item.advance(kItemsAhead);
+      query.load(address + C::queries + item.stage * C::query_bytes, lane, a.score_scale);
       softmax.reset();
       Tiles const tiles = tiles_of(work.unit.context, a.sink, a.recent);
-      if constexpr (kProtected) attend_side(work, min(work.unit.last_tile, tiles.side));
+      if constexpr (C::kProtected) attend_side(work.unit, min(work.unit.last_tile, tiles.side));
+      release(address + C::item_empty + 8 * item.stage);
+      item.advance();
       attend_pages(work.unit, tiles);
       finish(work);
     }
   }
 
-  __device__ __forceinline__ void load_query(uint8_t const* rows) {
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      uint8_t const* mine = rows + (8 * n + lane / 4) * kQueryRow<D> + 16 * (lane % 4);
-#pragma unroll
-      for (int s = 0; s < D / 64; ++s) query.words[n][s] = *reinterpret_cast<uint4 const*>(mine + 64 * s);
-#pragma unroll
-      for (int h = 0; h < 2; ++h) {
-        uint8_t const* tail = rows + (8 * n + 2 * (lane % 4) + h) * kQueryRow<D> + D;
-        QueryTail const t = *reinterpret_cast<QueryTail const*>(tail);
-        unit_score[n][h] = t.scale * a.score_scale;
-        code_sum[n][h] = t.code_sum * unit_score[n][h];
-      }
-    }
-  }
+  __device__ __forceinline__ uint32_t slot() const { return address + (row.stage * W + warp) * C::slot; }
 
-  __device__ __forceinline__ uint8_t const* tile() const {
-    return memory.ring + (row.stage * W + warp) * Memory::slot;
-  }
+  __device__ __forceinline__ void wait_row() { barrier_wait(address + C::full + 8 * row.stage, row.parity); }
 
-  __device__ __forceinline__ void wait_row() { barrier_wait(&memory.full[row.stage], row.parity); }
+  // All lanes are done reading: one of them says so.
+  __device__ __forceinline__ void release(uint32_t barrier) {
+    __syncwarp();
+    if (lane == 0) barrier_arrive(barrier);
+  }
 
   __device__ __forceinline__ void release_row() {
-    __syncwarp();
-    if (lane == 0) barrier_arrive(&memory.empty[row.stage]);
-    row.advance(a.ring_rows);
+    release(address + C::empty + 8 * row.stage);
+    row.advance();
   }
 
-  __device__ __forceinline__ void attend_side(Item const& work, int end) {
-    if (work.unit.first_tile >= end) return;
-    int const entries = a.sink + a.recent, valid = min(entries, work.unit.context);
-    int64_t const base = (int64_t(work.unit.slot) * a.kv_heads + work.head) * entries;
-    for (int first = work.unit.first_tile; first < end; first += W) {
+  __device__ __forceinline__ void attend_side(Unit const& unit, int end) {
+    if (unit.first_tile >= end) return;
+    int const entries = a.sink + a.recent, valid = min(entries, unit.context);
+    uint32_t const scales = address + C::scales(a.group) + item.stage * C::scale_bytes(entries);
+    for (int first = unit.first_tile; first < end; first += W) {
       bool const mine = first + warp < end;
-      float k_scale[2], v_scale[2];
-      bool live[2];
-#pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        int const entry = (first + warp) * kPageTokens + lane / 4 + 8 * i;
-        live[i] = entry < valid;
-        k_scale[i] = live[i] ? __half2float(a.side_k_scale[base + entry]) : 0.0f;
-        v_scale[i] = live[i] ? __half2float(a.side_v_scale[base + entry]) : 0.0f;
-      }
-      uint32_t operand[N][2];
+      uint32_t operand[1][N][2];
       wait_row();
-      if (mine) {
-        int raw[N][4] = {};
-        SideFormat<D>::raw_scores(tile(), lane, query, raw);
-        float s[N][4];
-        float const none[2] = {0.0f, 0.0f};
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-#pragma unroll
-          for (int i = 0; i < 4; ++i)
-            s[n][i] = live[i / 2] ? k_scale[i / 2] * (float(raw[n][i]) * unit_score[n][i & 1]) : -INFINITY;
-        softmax.template absorb<false>(s, v_scale, none, operand);
-      }
+      if (mine) score_side((first + warp) * kPageTokens + lane / 4, valid, scales, operand);
       release_row();
       wait_row();
-      if (mine) SideFormat<D>::accumulate(tile(), lane, operand, softmax.o);
+      if (mine) SideFormat<D>::accumulate(slot(), lane, operand[0], softmax.o);
       release_row();
     }
     softmax.scale_output(Format::low_rows, Format::high_rows);  // to the unit that the main pages add in
   }
 
-  __device__ __forceinline__ void attend_pages(Unit const& unit, Tiles const& tiles) {
-    int const first = max(unit.first_tile - tiles.side, 0), count = max(unit.last_tile - tiles.side, 0) - first;
-    int position = (tiles.first_page + first + warp) * kPageTokens;
-    for (int i = warp; i < count + warp; i += W, position += W * kPageTokens) {
-      wait_row();
-      if (i < count) attend_page(tile(), position, tiles);
-      release_row();
+  __device__ __forceinline__ void score_side(int entry, int valid, uint32_t scales, uint32_t (&operand)[1][N][2]) {
+    Metadata m[1] = {};
+    float s[1][N][4];
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      float2 const pair = halves(load_shared_4(scales + (entry + 8 * i) * 4));
+      m[0].k_scale[i] = pair.x, m[0].v_scale[i] = pair.y;
     }
-  }
-
-  __device__ __forceinline__ void attend_page(uint8_t const* chunk, int position, Tiles const& tiles) {
-    int raw[N][4] = {};
-    Format::raw_scores(chunk, lane, query, raw);
-    Metadata m = Format::metadata(chunk, lane);
-    float s[N][4];
+    SideFormat<D>::scores(slot(), lane, query, m[0].k_scale, s[0]);
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float const dot = float(raw[n][i]) * (unit_score[n][i & 1] * Format::score_unit);
-        s[n][i] = m.k_scale[i / 2] * dot;
-        if constexpr (Format::has_offset) s[n][i] = fmaf(m.k_offset[i / 2], code_sum[n][i & 1], s[n][i]);
+      for (int i = 0; i < 4; ++i) s[0][n][i] = entry + i / 2 * 8 < valid ? s[0][n][i] : -INFINITY;
+    softmax.template absorb<false, false, 1>(s, m, operand);
+  }
+
+  // T tiles of this warp, a row of the ring each; `chunk` 0: the item has no such tile.
+  struct Taken {
+    typename Format::Tile tile[T];
+    uint32_t chunk[T], release[T];
+    int position[T];
+  };
+
+  __device__ __forceinline__ void attend_pages(Unit const& unit, Tiles const& tiles) {
+    int const first = max(unit.first_tile - tiles.side, 0), count = max(unit.last_tile - tiles.side, 0) - first;
+    int position = (tiles.first_page + first + warp) * kPageTokens;
+    for (int i = 0; i < count; i += T * W, position += T * W * kPageTokens) {
+      Taken taken;
+#pragma unroll
+      for (int k = 0; k < T; ++k) {
+        bool const live = i + k * W + warp < count;
+        taken.chunk[k] = live ? slot() : 0;
+        taken.position[k] = live ? position + k * W * kPageTokens : tiles.end;  // at the end: wholly masked
+        taken.release[k] = 0;
+        if (k > 0 && i + k * W >= count) continue;  // nor has any warp one
+        wait_row();
+        taken.release[k] = address + C::empty + 8 * row.stage;
+        row.advance();
       }
-    if (position < tiles.begin || position + kPageTokens > tiles.end) mask(position, tiles, s, m);
-    uint32_t operand[N][2];
-    softmax.template absorb<Format::has_offset>(s, m.v_scale, m.v_offset, operand);
-    Format::accumulate(chunk, lane, operand, softmax.o);
+      if (taken.chunk[0] != 0) {
+        attend_tiles(taken, tiles);
+      } else {
+        release(taken);
+      }
+    }
+  }
+
+  __device__ __forceinline__ void release(Taken const& taken) {
+    __syncwarp();
+#pragma unroll
+    for (int k = 0; k < T; ++k)
+      if (lane == 0 && taken.release[k] != 0) barrier_arrive(taken.release[k]);
+  }
+
+  __device__ __forceinline__ void attend_tiles(Taken& taken, Tiles const& tiles) {
+    float s[T][N][4];
+    Metadata m[T];
+#pragma unroll
+    for (int k = 0; k < T; ++k) taken.tile[k].load_keys(taken.chunk[k] != 0 ? taken.chunk[k] : taken.chunk[0], lane);
+#pragma unroll
+    for (int k = 0; k < T; ++k) {
+      m[k] = taken.tile[k].metadata();
+      Format::scores(taken.tile[k], query, m[k], s[k]);
+    }
+#pragma unroll
+    for (int k = 0; k < T; ++k) taken.tile[k].load_values(taken.chunk[k] != 0 ? taken.chunk[k] : taken.chunk[0], lane);
+    if constexpr (Format::in_registers) release(taken);
+    if (taken.position[0] < tiles.begin || taken.position[T - 1] + kPageTokens > tiles.end)  // positions rise
+#pragma unroll
+      for (int k = 0; k < T; ++k) mask(taken.position[k], tiles, s[k], m[k]);
+    uint32_t operand[T][N][2];
+    softmax.template absorb<Format::has_offset, Format::has_bf16_operand, T>(s, m, operand);
+#pragma unroll
+    for (int k = 0; k < T; ++k)
+      Format::accumulate(taken.tile[k], operand[k], softmax.o, tiles.end - taken.position[k]);
+    if constexpr (!Format::in_registers) release(taken);
   }
 
   // Outside the main region nothing counts, whatever the page holds there (NaN metadata too).

@@ -1,51 +1,73 @@
-// The tile formats: how 16 tokens of one KV head give scores and take probabilities.
-// raw_scores: integer sums of code * query code, c[n][0, 1] for token g and heads 8n + 2t, + 1; c[n][2, 3] for g + 8.
-// accumulate: o += operand * value code, in the format's own unit (OnlineSoftmax::scale_output takes it out).
+// The tile formats: how 16 tokens of one KV head give scores and take probabilities (lane = 4g + t).
+// Tile: the lane's share of a chunk, from its shared-memory address; values are loaded once the scores need no keys.
+// scores: log2-domain scores, s[n][0, 1] for token g and heads 8n + 2t, + 1; s[n][2, 3] for token g + 8.
+// accumulate: o += operand * value code, in the format's own unit (low_rows, high_rows of channel rows g and g + 8).
 #pragma once
 #include "dequantise.cuh"
 #include "layout.cuh"
 #include "mma.cuh"
+#include "query.cuh"
+#include "softmax.cuh"
 
 namespace kv4rl {
 
-// The lane's query operand: of head 8n + g, channels 64s + 16t to + 15, in the order of the stored keys.
-template <int D, int N>
-struct QueryCodes {
-  uint4 words[N][D / 64];
-};
+__device__ __forceinline__ float2 halves(uint32_t word) {
+  return __half22float2(*reinterpret_cast<__half2 const*>(&word));
+}
 
-// Of tokens g and g + 8.
-struct Metadata {
-  float k_scale[2], k_offset[2], v_scale[2], v_offset[2];
-};
+template <int D, int N>
+__device__ __forceinline__ void symmetric_scores(int const (&c)[N][4], QueryCodes<D, N> const& q,
+                                                 float const (&k_scale)[2], float (&s)[N][4]) {
+#pragma unroll
+  for (int n = 0; n < N; ++n)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) s[n][i] = k_scale[i / 2] * (float(c[n][i]) * q.unit[n][i & 1]);
+}
 
 template <int D>
 struct Int4Format {
   using Chunk = Int4Chunk<D>;
-  static constexpr bool has_offset = true;
-  static constexpr float score_unit = 1.0f / 16;  // high nibbles are multiplied where they stand
+  template <int N>
+  using Query = QueryCodes<D, N>;
+  static constexpr bool has_offset = true, has_bf16_operand = false;
+  static constexpr bool in_registers = true;  // a tile whose values are loaded no longer needs its chunk
   static constexpr float low_rows = kLowNibble, high_rows = kHighNibble;
 
-  static __device__ __forceinline__ Metadata metadata(uint8_t const* chunk, int lane) {
-    Metadata m;
+  struct Tile {
+    uint4 k[D / 64], v[D / 64];
+    uint2 numbers[2];
+
+    __device__ __forceinline__ void load_keys(uint32_t chunk, int lane) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      uint2 const w = reinterpret_cast<uint2 const*>(chunk + Chunk::metadata)[lane / 4 + 8 * i];
-      float2 const k = __half22float2(*reinterpret_cast<__half2 const*>(&w.x));
-      float2 const v = __half22float2(*reinterpret_cast<__half2 const*>(&w.y));
-      m.k_scale[i] = k.x, m.k_offset[i] = k.y, m.v_scale[i] = v.x, m.v_offset[i] = v.y;
+      for (int s = 0; s < D / 64; ++s) k[s] = load_shared_16(chunk + (s * kWarp + lane) * 16);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) numbers[i] = load_shared_8(chunk + Chunk::metadata + (lane / 4 + 8 * i) * 8);
     }
-    return m;
-  }
+
+    __device__ __forceinline__ void load_values(uint32_t chunk, int lane) {
+#pragma unroll
+      for (int s = 0; s < D / 64; ++s) v[s] = load_shared_16(chunk + Chunk::v_codes + (s * kWarp + lane) * 16);
+    }
+
+    __device__ __forceinline__ Metadata metadata() const {
+      Metadata m;
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float2 const key = halves(numbers[i].x), value = halves(numbers[i].y);
+        m.k_scale[i] = key.x, m.k_offset[i] = key.y, m.v_scale[i] = value.x, m.v_offset[i] = value.y;
+      }
+      return m;
+    }
+  };
 
   template <int N>
-  static __device__ __forceinline__ void raw_scores(uint8_t const* chunk, int lane, QueryCodes<D, N> const& q,
-                                                    int (&c)[N][4]) {
+  static __device__ __forceinline__ void scores(Tile const& tile, QueryCodes<D, N> const& q, Metadata const& m,
+                                                float (&s_out)[N][4]) {
     constexpr uint32_t low = 0x0F0F0F0Fu, high = 0xF0F0F0F0u;
     int c_low[N][4] = {}, c_high[N][4] = {};
 #pragma unroll
     for (int s = 0; s < D / 64; ++s) {
-      uint4 const k = reinterpret_cast<uint4 const*>(chunk)[s * kWarp + lane];
+      uint4 const& k = tile.k[s];
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         uint4 const& b = q.words[n][s];
@@ -56,24 +78,23 @@ struct Int4Format {
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) c[n][i] = 16 * c_low[n][i] + c_high[n][i];  // below 2^24: exact in FP32
+      for (int i = 0; i < 4; ++i) {
+        // High nibbles were multiplied where they stand, 16 times too large; below 2^24: exact in FP32.
+        float const dot = float(16 * c_low[n][i] + c_high[n][i]) * (q.unit[n][i & 1] * (1.0f / 16));
+        s_out[n][i] = fmaf(m.k_offset[i / 2], q.code_sum[n][i & 1], m.k_scale[i / 2] * dot);
+      }
   }
 
   template <int N>
-  static __device__ __forceinline__ void accumulate(uint8_t const* chunk, int lane, uint32_t const (&operand)[N][2],
-                                                    float (&o)[N][D / 16][4]) {
+  static __device__ __forceinline__ void accumulate(Tile const& tile, uint32_t const (&operand)[N][2],
+                                                    float (&o)[N][D / 16][4], int) {
 #pragma unroll
-    for (int s = 0; s < D / 64; ++s) {
-      uint4 const v = reinterpret_cast<uint4 const*>(chunk + Chunk::v_codes)[s * kWarp + lane];
-      uint32_t const words[4] = {v.x, v.y, v.z, v.w};
+    for (int j = 0; j < D / 16; ++j) {
+      uint4 const& v = tile.v[j / 4];
+      uint32_t a[4];
+      int4_operand(j % 4 == 0 ? v.x : j % 4 == 1 ? v.y : j % 4 == 2 ? v.z : v.w, a);
 #pragma unroll
-      for (int j = 0; j < 4; ++j) {
-        uint32_t a[4];
-        int4_operand(words[j], a);
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-          mma_f16(o[n][4 * s + j], a[0], a[1], a[2], a[3], operand[n][0], operand[n][1]);
-      }
+      for (int n = 0; n < N; ++n) mma_f16(o[n][j], a[0], a[1], a[2], a[3], operand[n][0], operand[n][1]);
     }
   }
 };
@@ -81,27 +102,45 @@ struct Int4Format {
 template <int D>
 struct Int8Format {
   using Chunk = Int8Chunk<D>;
-  static constexpr bool has_offset = false;
-  static constexpr float score_unit = 1.0f;
+  template <int N>
+  using Query = QueryCodes<D, N>;
+  static constexpr bool has_offset = false, has_bf16_operand = false, in_registers = true;
   static constexpr float low_rows = 1.0f, high_rows = 1.0f;
 
-  static __device__ __forceinline__ Metadata metadata(uint8_t const* chunk, int lane) {
-    Metadata m = {};
+  struct Tile {
+    uint4 k[D / 32], v[D / 32];
+    uint32_t numbers[2];
+
+    __device__ __forceinline__ void load_keys(uint32_t chunk, int lane) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      float2 const scales = __half22float2(reinterpret_cast<__half2 const*>(chunk + Chunk::metadata)[lane / 4 + 8 * i]);
-      m.k_scale[i] = scales.x, m.v_scale[i] = scales.y;
+      for (int s = 0; s < D / 32; ++s) k[s] = load_shared_16(chunk + (s * kWarp + lane) * 16);
+#pragma unroll
+      for (int i = 0; i < 2; ++i) numbers[i] = load_shared_4(chunk + Chunk::metadata + (lane / 4 + 8 * i) * 4);
     }
-    return m;
-  }
+
+    __device__ __forceinline__ void load_values(uint32_t chunk, int lane) {
+#pragma unroll
+      for (int s = 0; s < D / 32; ++s) v[s] = load_shared_16(chunk + Chunk::v_codes + (s * kWarp + lane) * 16);
+    }
+
+    __device__ __forceinline__ Metadata metadata() const {
+      Metadata m = {};
+#pragma unroll
+      for (int i = 0; i < 2; ++i) {
+        float2 const scales = halves(numbers[i]);
+        m.k_scale[i] = scales.x, m.v_scale[i] = scales.y;
+      }
+      return m;
+    }
+  };
 
   template <int N>
-  static __device__ __forceinline__ void raw_scores(uint8_t const* chunk, int lane, QueryCodes<D, N> const& q,
-                                                    int (&c)[N][4]) {
+  static __device__ __forceinline__ void scores(Tile const& tile, QueryCodes<D, N> const& q, Metadata const& m,
+                                                float (&s_out)[N][4]) {
+    int c[N][4] = {};
 #pragma unroll
     for (int s = 0; s < D / 64; ++s) {
-      uint4 const first = reinterpret_cast<uint4 const*>(chunk)[2 * s * kWarp + lane];
-      uint4 const second = reinterpret_cast<uint4 const*>(chunk)[(2 * s + 1) * kWarp + lane];
+      uint4 const &first = tile.k[2 * s], &second = tile.k[2 * s + 1];
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         uint4 const& b = q.words[n][s];
@@ -109,37 +148,34 @@ struct Int8Format {
         mma_s8s8(c[n], second.x, second.y, second.z, second.w, b.z, b.w);
       }
     }
+    symmetric_scores(c, q, m.k_scale, s_out);
   }
 
   template <int N>
-  static __device__ __forceinline__ void accumulate(uint8_t const* chunk, int lane, uint32_t const (&operand)[N][2],
-                                                    float (&o)[N][D / 16][4]) {
+  static __device__ __forceinline__ void accumulate(Tile const& tile, uint32_t const (&operand)[N][2],
+                                                    float (&o)[N][D / 16][4], int) {
 #pragma unroll
-    for (int s = 0; s < D / 32; ++s) {
-      uint4 const v = reinterpret_cast<uint4 const*>(chunk + Chunk::v_codes)[s * kWarp + lane];
-      uint32_t a[2][4];
-      int8_operand(v.x, v.y, a[0]);
-      int8_operand(v.z, v.w, a[1]);
+    for (int j = 0; j < D / 16; ++j) {
+      uint4 const& v = tile.v[j / 2];
+      uint32_t a[4];
+      int8_operand(j % 2 ? v.z : v.x, j % 2 ? v.w : v.y, a);
 #pragma unroll
-      for (int j = 0; j < 2; ++j)
-#pragma unroll
-        for (int n = 0; n < N; ++n)
-          mma_f16(o[n][2 * s + j], a[j][0], a[j][1], a[j][2], a[j][3], operand[n][0], operand[n][1]);
+      for (int n = 0; n < N; ++n) mma_f16(o[n][j], a[0], a[1], a[2], a[3], operand[n][0], operand[n][1]);
     }
   }
 };
 
-// Sixteen entries of the side buffer: token-major INT8 rows of D bytes, keys and values apart.
+// Sixteen entries of the side buffer: token-major INT8 rows of D bytes; keys in one ring slot, values in the next.
 template <int D>
 struct SideFormat {
   template <int N>
-  static __device__ __forceinline__ void raw_scores(uint8_t const* keys, int lane, QueryCodes<D, N> const& q,
-                                                    int (&c)[N][4]) {
-    uint8_t const* row = keys + lane / 4 * D + 16 * (lane % 4);
+  static __device__ __forceinline__ void scores(uint32_t keys, int lane, QueryCodes<D, N> const& q,
+                                                float const (&k_scale)[2], float (&s_out)[N][4]) {
+    int c[N][4] = {};
+    uint32_t const row = keys + lane / 4 * D + 16 * (lane % 4);
 #pragma unroll
     for (int s = 0; s < D / 64; ++s) {
-      uint4 const early = *reinterpret_cast<uint4 const*>(row + 64 * s);
-      uint4 const late = *reinterpret_cast<uint4 const*>(row + 8 * D + 64 * s);
+      uint4 const early = load_shared_16(row + 64 * s), late = load_shared_16(row + 8 * D + 64 * s);
 #pragma unroll
       for (int n = 0; n < N; ++n) {
         uint4 const& b = q.words[n][s];
@@ -147,18 +183,18 @@ struct SideFormat {
         mma_s8s8(c[n], early.z, late.z, early.w, late.w, b.z, b.w);
       }
     }
+    symmetric_scores(c, q, k_scale, s_out);
   }
 
   // A lane's channels are the D / 8 from g * D / 8 on; its tokens 2t, 2t + 1, 2t + 8, 2t + 9.
   template <int N>
-  static __device__ __forceinline__ void accumulate(uint8_t const* values, int lane, uint32_t const (&operand)[N][2],
+  static __device__ __forceinline__ void accumulate(uint32_t values, int lane, uint32_t const (&operand)[N][2],
                                                     float (&o)[N][D / 16][4]) {
-    uint8_t const* row = values + 2 * (lane % 4) * D + lane / 4 * (D / 8);
+    uint32_t const row = values + 2 * (lane % 4) * D + lane / 4 * (D / 8);
 #pragma unroll
     for (int x = 0; x < D / 64; ++x) {
-      uint2 const r0 = *reinterpret_cast<uint2 const*>(row + 8 * x), r1 = *reinterpret_cast<uint2 const*>(row + D + 8 * x);
-      uint2 const r8 = *reinterpret_cast<uint2 const*>(row + 8 * D + 8 * x);
-      uint2 const r9 = *reinterpret_cast<uint2 const*>(row + 9 * D + 8 * x);
+      uint2 const r0 = load_shared_8(row + 8 * x), r1 = load_shared_8(row + D + 8 * x);
+      uint2 const r8 = load_shared_8(row + 8 * D + 8 * x), r9 = load_shared_8(row + 9 * D + 8 * x);
 #pragma unroll
       for (int j = 0; j < 4; ++j) {
         int const pair = j & 1 ? 0x7362 : 0x5140;  // bytes 2, 3 or 0, 1 of both tokens
@@ -169,6 +205,81 @@ struct SideFormat {
 #pragma unroll
         for (int n = 0; n < N; ++n)
           mma_f16(o[n][4 * x + j], a[0], a[1], a[2], a[3], operand[n][0], operand[n][1]);
+      }
+    }
+  }
+};
+
+// Unquantised 16-bit pages (`bf16`): token-major rows of D elements, keys and values apart, keys not rotated.
+template <int D, bool kBf16>
+struct PlainFormat {
+  struct Chunk {
+    static constexpr int v_codes = 32 * D, bytes = 64 * D;
+  };
+  template <int N>
+  using Query = QueryElements<D, N>;
+  static constexpr bool has_offset = false, has_bf16_operand = kBf16, in_registers = false;
+  static constexpr float low_rows = 1.0f, high_rows = 1.0f;
+
+  struct Tile {
+    uint32_t chunk;
+    int lane;
+
+    __device__ __forceinline__ void load_keys(uint32_t from, int its_lane) { chunk = from, lane = its_lane; }
+    __device__ __forceinline__ void load_values(uint32_t, int) {}  // read where they are used: too many registers
+
+    __device__ __forceinline__ Metadata metadata() const {
+      Metadata m = {};
+      m.v_scale[0] = m.v_scale[1] = 1.0f;
+      return m;
+    }
+  };
+
+  template <int N>
+  static __device__ __forceinline__ void scores(Tile const& tile, QueryElements<D, N> const& q, Metadata const&,
+                                                float (&s_out)[N][4]) {
+    uint32_t const row = tile.chunk + tile.lane / 4 * 2 * D + 16 * (tile.lane % 4);
+#pragma unroll
+    for (int n = 0; n < N; ++n) s_out[n][0] = s_out[n][1] = s_out[n][2] = s_out[n][3] = 0.0f;
+#pragma unroll
+    for (int s = 0; s < D / 32; ++s) {
+      uint4 const early = load_shared_16(row + 64 * s), late = load_shared_16(row + 16 * D + 64 * s);
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        uint4 const& b = q.words[n][s];
+        mma_16bit<kBf16>(s_out[n], early.x, late.x, early.y, late.y, b.x, b.y);
+        mma_16bit<kBf16>(s_out[n], early.z, late.z, early.w, late.w, b.z, b.w);
+      }
+    }
+#pragma unroll
+    for (int n = 0; n < N; ++n)
+#pragma unroll
+      for (int i = 0; i < 4; ++i) s_out[n][i] *= q.scale;
+  }
+
+  // `valid` tokens of the tile count; what lies behind them may be NaN, and 0 * NaN is NaN: read it as 0.
+  template <int N>
+  static __device__ __forceinline__ void accumulate(Tile const& tile, uint32_t const (&operand)[N][2],
+                                                    float (&o)[N][D / 16][4], int valid) {
+    int const first = 2 * (tile.lane % 4);
+    uint32_t const row = tile.chunk + Chunk::v_codes + first * 2 * D + tile.lane / 4 * (D / 4);
+#pragma unroll
+    for (int x = 0; x < D / 32; ++x) {
+      uint2 r[4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        int const token = i % 2 + i / 2 * 8;  // beyond `first`
+        r[i] = load_shared_8(row + token * 2 * D + 8 * x);
+        if (first + token >= valid) r[i] = {0u, 0u};
+      }
+#pragma unroll
+      for (int j = 0; j < 2; ++j) {
+        uint32_t const w[4] = {j ? r[0].y : r[0].x, j ? r[1].y : r[1].x, j ? r[2].y : r[2].x, j ? r[3].y : r[3].x};
+        uint32_t const a[4] = {__byte_perm(w[0], w[1], 0x5410), __byte_perm(w[0], w[1], 0x7632),
+                               __byte_perm(w[2], w[3], 0x5410), __byte_perm(w[2], w[3], 0x7632)};
+#pragma unroll
+        for (int n = 0; n < N; ++n)
+          mma_16bit<kBf16>(o[n][2 * x + j], a[0], a[1], a[2], a[3], operand[n][0], operand[n][1]);
       }
     }
   }

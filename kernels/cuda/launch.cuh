@@ -4,35 +4,45 @@
 
 namespace kv4rl {
 
-template <class Format, int D, int N, int W, bool kProtected>
+template <class C>
 __device__ __forceinline__ void decode(DecodeArguments const& a) {
   extern __shared__ uint8_t dynamic[];
-  Shared<Format, D, N, W> const memory(dynamic, a.ring_rows, a.group);
-  for (int i = threadIdx.x; i < kItemsAhead * memory.query / 4; i += blockDim.x)
-    reinterpret_cast<int*>(memory.queries)[i] = 0;  // rows beyond the group stay zero
+  uint8_t* const base = dynamic + (-shared_address(dynamic) & 127);
+  uint32_t const address = shared_address(base);
+  for (int i = threadIdx.x; i < kItemsAhead * C::query_bytes / 4; i += blockDim.x)
+    reinterpret_cast<int*>(base + C::queries)[i] = 0;  // rows beyond the group stay zero
   if (threadIdx.x == 0) {
-    for (int i = 0; i < a.ring_rows; ++i) barrier_init(&memory.full[i], 1), barrier_init(&memory.empty[i], W);
-    for (int i = 0; i < kItemsAhead; ++i) barrier_init(&memory.item_full[i], 1), barrier_init(&memory.item_empty[i], W);
+    for (int i = 0; i < C::R; ++i)
+      barrier_init(address + C::full + 8 * i, 1), barrier_init(address + C::empty + 8 * i, C::W);
+    for (int i = 0; i < kItemsAhead; ++i)
+      barrier_init(address + C::item_full + 8 * i, 1), barrier_init(address + C::item_empty + 8 * i, C::W);
     asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
   }
   __syncthreads();
-  int const warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  if (warp == W) {
-    Producer<Format, D, N, W, kProtected>{a, memory, lane}.run();
+  int const warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0), lane = lane_index();
+  Block const block{a, base, address, lane};
+  if (warp == C::W) {
+    Producer<C> producer{block};
+    producer.run();
   } else {
-    Consumer<Format, D, N, W, kProtected> consumer{a, memory, lane, warp};
+    Consumer<C> consumer{block, warp};
     consumer.run();
   }
 }
 
-// Dynamic shared memory and grid of a configuration; cached by the caller. Returns a CUDA error code.
-template <class Memory>
-int describe(void const* kernel, int threads, int ring_rows, int group, int* shared_bytes, int* blocks) {
-  *shared_bytes = Memory::bytes(ring_rows, group);
-  cudaError_t error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, *shared_bytes);
-  int device = 0, processors = 0, each = 0;
-  if (error == cudaSuccess) error = cudaGetDevice(&device);
+// Dynamic shared memory and resident blocks of the whole device, for a group of query heads and a side buffer of
+// `entries` positions. Returns a CUDA error code; *blocks is 0 where a block does not fit.
+template <class C>
+int describe(void const* kernel, int threads, int group, int entries, int* shared_bytes, int* blocks) {
+  *shared_bytes = C::bytes(group, entries);
+  int device = 0, processors = 0, most = 0, each = 0;
+  cudaError_t error = cudaGetDevice(&device);
   if (error == cudaSuccess) error = cudaDeviceGetAttribute(&processors, cudaDevAttrMultiProcessorCount, device);
+  if (error == cudaSuccess)
+    error = cudaDeviceGetAttribute(&most, cudaDevAttrMaxSharedMemoryPerBlockOptin, device);
+  *blocks = 0;
+  if (error != cudaSuccess || *shared_bytes > most) return error;
+  error = cudaFuncSetAttribute(kernel, cudaFuncAttributeMaxDynamicSharedMemorySize, most);
   if (error == cudaSuccess)
     error = cudaOccupancyMaxActiveBlocksPerMultiprocessor(&each, kernel, threads, *shared_bytes);
   *blocks = processors * each;

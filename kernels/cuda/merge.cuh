@@ -68,9 +68,10 @@ __device__ __forceinline__ void store_output(DecodeArguments const& a, int64_t r
     a.lse[row] = share.total == 0.0f ? -INFINITY : (share.top + log2f(share.total)) * kLn2;
 }
 
-template <class Format, int D, int N, int W, bool kProtected>
-__device__ __forceinline__ void Consumer<Format, D, N, W, kProtected>::finish(Item const& work) {
-  constexpr int sums = Memory::sums;
+template <class C>
+__device__ __forceinline__ void Consumer<C>::finish(Item const& work) {
+  constexpr int sums = C::sums;
+  float* const shares = reinterpret_cast<float*>(base + C::merge);
   float const scale = 1.0f / softmax.inverse;
   softmax.scale_output(scale / Format::low_rows, scale / Format::high_rows);
 #pragma unroll
@@ -80,7 +81,7 @@ __device__ __forceinline__ void Consumer<Format, D, N, W, kProtected>::finish(It
       float const total = sum_over_tokens(softmax.total[n][h]), offset = sum_over_tokens(softmax.offset[n][h]);
       int const head = 8 * n + 2 * (lane % 4) + h;
       if (head >= a.group) continue;
-      float* mine = memory.merge + (warp * a.group + head) * sums;
+      float* mine = shares + (warp * a.group + head) * sums;
 #pragma unroll
       for (int j = 0; j < D / 16; j += 2)
         *reinterpret_cast<float4*>(mine + lane / 4 * (D / 8) + 2 * j) = {
@@ -97,7 +98,7 @@ __device__ __forceinline__ void Consumer<Format, D, N, W, kProtected>::finish(It
   float* chunks = a.partial + (int64_t(unit.partial) * a.kv_heads + work.head) * a.group * sums;
   for (int i = thread; i < a.group * (D / 4); i += W * kWarp) {
     int const head = i / (D / 4), channel = i % (D / 4) * 4;
-    Share const share = merge_partials<false, D>(memory.merge + head * sums, channel, W, a.group * sums);
+    Share const share = merge_partials<false, D>(shares + head * sums, channel, W, a.group * sums);
     if (unit.chunks == 1) {
       store_output(a, first_row + head, D, channel, share);
       continue;
@@ -107,16 +108,17 @@ __device__ __forceinline__ void Consumer<Format, D, N, W, kProtected>::finish(It
     if (channel == 0) mine[D] = share.top, mine[D + 1] = share.total;
   }
   if (unit.chunks > 1) __threadfence();
-  consumers_sync<W>();  // `merge` is free again, and all of this chunk is written
+  consumers_sync<W>();  // `shares` is free again, and all of this chunk is written
   if (unit.chunks == 1) return;
 
+  int volatile* is_last = reinterpret_cast<int*>(base + C::is_last);
   int* arrivals = a.arrivals + int64_t(unit.request) * a.kv_heads + work.head;
   if (thread == 0) {
-    *memory.is_last = atomicAdd(arrivals, 1) == unit.chunks - 1;
+    *is_last = atomicAdd(arrivals, 1) == unit.chunks - 1;
     __threadfence();
   }
   consumers_sync<W>();
-  if (*memory.is_last == 0) return;
+  if (*is_last == 0) return;
   for (int i = thread; i < a.group * (D / 4); i += W * kWarp) {
     int const head = i / (D / 4), channel = i % (D / 4) * 4;
     Share const share = merge_partials<true, D>(chunks + head * sums, channel, unit.chunks, record);

@@ -7,7 +7,11 @@
 
 namespace kv4rl {
 
-constexpr float kLog2e = 1.4426950408889634f;
+// Of a tile's tokens g and g + 8.
+struct Metadata {
+  float k_scale[2], k_offset[2], v_scale[2], v_offset[2];
+};
+
 constexpr float kLn2 = 0.6931471805599453f;
 // When a score passes the running maximum, the maximum moves this far above it (log2 units), so that it moves rarely.
 constexpr float kMargin = 4.0f;
@@ -55,34 +59,47 @@ struct OnlineSoftmax {
     }
   }
 
-  // Take one tile's scores (log2 domain, -inf where masked) and value metadata of tokens g and g + 8; give P's operand.
-  template <bool kOffset>
-  __device__ __forceinline__ void absorb(float const (&s)[N][4], float const (&v_scale)[2], float const (&v_offset)[2],
-                                         uint32_t (&operand)[N][2]) {
-    bool risen = v_scale[0] * inverse > kOperandTop || v_scale[1] * inverse > kOperandTop;
+  // Take the scores (log2 domain, -inf where masked) and value metadata of T tiles; give P's operands.
+  template <bool kOffset, bool kBf16, int T>
+  __device__ __forceinline__ void absorb(float const (&s)[T][N][4], Metadata const (&m)[T],
+                                         uint32_t (&operand)[T][N][2]) {
+    float most = m[0].v_scale[0];
+    float seen[N][2];
+#pragma unroll
+    for (int i = 1; i < 2 * T; ++i) most = fmaxf(most, m[i / 2].v_scale[i % 2]);
+    bool risen = most * inverse > kOperandTop;
 #pragma unroll
     for (int n = 0; n < N; ++n)
-      risen = risen || fmaxf(s[n][0], s[n][2]) > top[n][0] || fmaxf(s[n][1], s[n][3]) > top[n][1];
-    if (__any_sync(~0u, risen)) raise(s, fmaxf(v_scale[0], v_scale[1]));
-    float const early = v_scale[0] * inverse, late = v_scale[1] * inverse;
-#pragma unroll
-    for (int n = 0; n < N; ++n) {
-      float p[4];
-#pragma unroll
-      for (int i = 0; i < 4; ++i) p[i] = exp2_approx(s[n][i] - top[n][i & 1]);
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        total[n][h] += p[h] + p[h + 2];
-        if constexpr (kOffset)
-          offset[n][h] = fmaf(p[h], v_offset[0], fmaf(p[h + 2], v_offset[1], offset[n][h]));
+        seen[n][h] = fmaxf(s[0][n][h], s[0][n][h + 2]);
+#pragma unroll
+        for (int i = 1; i < T; ++i) seen[n][h] = fmaxf(seen[n][h], fmaxf(s[i][n][h], s[i][n][h + 2]));
+        risen = risen || seen[n][h] > top[n][h];
       }
-      operand[n][0] = transpose8x8(pack_half2(p[0] * early, p[1] * early));
-      operand[n][1] = transpose8x8(pack_half2(p[2] * late, p[3] * late));
+    if (__any_sync(~0u, risen)) raise(seen, most);
+#pragma unroll
+    for (int i = 0; i < T; ++i) {
+      float const early = m[i].v_scale[0] * inverse, late = m[i].v_scale[1] * inverse;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        float p[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) p[k] = exp2_approx(s[i][n][k] - top[n][k & 1]);
+#pragma unroll
+        for (int h = 0; h < 2; ++h) {
+          total[n][h] += p[h] + p[h + 2];
+          if constexpr (kOffset)
+            offset[n][h] = fmaf(p[h], m[i].v_offset[0], fmaf(p[h + 2], m[i].v_offset[1], offset[n][h]));
+        }
+        operand[i][n][0] = transpose8x8(pack_16bit<kBf16>(p[0] * early, p[1] * early));
+        operand[i][n][1] = transpose8x8(pack_16bit<kBf16>(p[2] * late, p[3] * late));
+      }
     }
   }
 
-  // Move the maxima and the reference scale up to this tile's, and bring what was summed to the new ones. Rare.
-  __device__ __forceinline__ void raise(float const (&s)[N][4], float v_scale) {
+  // Move the maxima and the reference scale up to these tiles', and bring what was summed to the new ones. Rare.
+  __device__ __forceinline__ void raise(float const (&lane_max)[N][2], float v_scale) {
     float const lowered = fminf(inverse, inverse_reference(max_over_tokens(v_scale)));
     float const rescale = lowered / inverse;  // both powers of two
     inverse = lowered;
@@ -90,7 +107,7 @@ struct OnlineSoftmax {
     for (int n = 0; n < N; ++n)
 #pragma unroll
       for (int h = 0; h < 2; ++h) {
-        float const seen = max_over_tokens(fmaxf(s[n][h], s[n][h + 2]));
+        float const seen = max_over_tokens(lane_max[n][h]);
         float const raised = seen > top[n][h] ? seen + kMargin : top[n][h];
         float const factor = raised == top[n][h] ? 1.0f : exp2_approx(top[n][h] - raised);
         top[n][h] = raised;

@@ -168,7 +168,15 @@ __device__ __forceinline__ void scatter_v(uint8_t* codes, uint8_t const* row, in
   }
 }
 
+__device__ __forceinline__ void copy_row(void* to, void const* from, int bytes, int lane) {
+  for (int i = lane; i < bytes / 4; i += kWarp) static_cast<uint32_t*>(to)[i] = static_cast<uint32_t const*>(from)[i];
+}
+
 __device__ __forceinline__ void write_query(WriteArguments const& a, int token, int head, int lane) {
+  if (a.precision == kPlain) {  // 16-bit elements as they are (QueryElements)
+    uint16_t const* from = static_cast<uint16_t const*>(a.q) + token * a.q_stride + head * kD;
+    return copy_row(a.query + (int64_t(token) * a.query_heads + head) * (2 * kD + 16), from, 2 * kD, lane);
+  }
   Vector y = load_vector(a.q, a.input_type, token * a.q_stride + head * kD, lane);
   rotate(y, lane);
   float const scale = has_nan(y) ? NAN : __fdiv_rn(largest(y), 127.0f);
@@ -216,8 +224,7 @@ __device__ __forceinline__ void write_plain(WriteArguments const& a, void const*
   int const size = a.input_type == kFp32 ? 4 : 2;
   uint8_t const* from = static_cast<uint8_t const*>(source) + at * size;
   uint8_t* to = a.pages + (chunk * 2 + is_v) * kPageTokens * kD * size + token * kD * size;
-  for (int i = lane; i < kD * size / 4; i += kWarp)
-    reinterpret_cast<uint32_t*>(to)[i] = reinterpret_cast<uint32_t const*>(from)[i];
+  copy_row(to, from, kD * size, lane);
 }
 
 __device__ __forceinline__ void write_key_value(WriteArguments const& a, uint8_t* row, int token, int head, bool is_v,

@@ -12,15 +12,15 @@ from functools import lru_cache
 import torch
 
 from kv4rl.attention import jit
-from kv4rl.attention.backends import BackendUnavailable
+from kv4rl.attention.backends import BackendUnavailable, ReferenceBackend
 from kv4rl.config import require
+from kv4rl.formats.packing import chunk_bytes
 
 CHUNK_WEIGHT = 64  # pages (1,024 tokens) a work item holds at most, until a request has MAX_CHUNKS of them
 MAX_CHUNKS = 32  # schedule.cuh: kMaxChunks
 UNIT_BYTES = 32  # schedule.cuh: Unit
 QUERY_TAIL = 16  # layout.cuh: bytes after the codes of a prepared query row
-WARPS = 4  # attending warps of a block
-SHARED_BYTES = 227 * 1024  # of a Hopper multiprocessor
+SHARED_BYTES = 228 * 1024  # of a Hopper multiprocessor; each block costs 1 KB beyond its own
 INPUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 PRECISION_CODES = {"kv4": 0, "kv4rl": 0, "kv8": 1, "bf16": 2}
 
@@ -58,7 +58,7 @@ class DecodeArguments(ctypes.Structure):
         *_fields(_pointer, "query pages page_table side_k side_v side_k_scale side_v_scale out lse"),
         *_fields(_pointer, "units counters partial arrivals"),
         ("page_table_stride", _int64),
-        *_fields(_int, "kv_heads group sink recent ring_rows out_type"),
+        *_fields(_int, "kv_heads group sink recent out_type"),
         ("score_scale", ctypes.c_float),
     ]
 
@@ -76,7 +76,7 @@ def write_kv(cache, layer: int, q, k, v, where) -> torch.Tensor | None:
     """One launch: store k, v [N, kv_heads, d] at `where`; prepare q [N, query_heads, d]. q, or k and v, may be None.
 
     Returns the prepared queries, uint8 [N, query_heads, d + 16] (INT8 codes of the rotated query, FP32 scale, FP32 sum
-    of codes; layout.cuh), or None without q.
+    of codes; layout.cuh), or for `bf16` [N, query_heads, 2*d + 16] (the elements); None without q.
     """
     shape, given = cache.shape, q if q is not None else k
     arguments = WriteArguments(
@@ -90,7 +90,8 @@ def write_kv(cache, layer: int, q, k, v, where) -> torch.Tensor | None:
     prepared = None
     if q is not None:
         _require_dense_heads("q", q)
-        prepared = torch.empty(*q.shape[:2], shape.head_dim + QUERY_TAIL, dtype=torch.uint8, device=q.device)
+        row = shape.head_dim * (2 if cache.kv.precision == "bf16" else 1) + QUERY_TAIL
+        prepared = torch.empty(*q.shape[:2], row, dtype=torch.uint8, device=q.device)
         arguments.q, arguments.q_stride, arguments.query = q.data_ptr(), q.stride(0), prepared.data_ptr()
     if k is not None:
         for name, x in (("k", k), ("v", v)):
@@ -119,44 +120,68 @@ class Kernel:
 
     launch: object
     name: str
-    ring_rows: int
     shared_bytes: int
     blocks: int
 
 
+KERNELS = {"kv4": "decode_int4", "kv4rl": "decode_int4", "kv8": "decode_int8", "bf16": "decode_bf16"}
+
+
+@dataclass(frozen=True)
+class Tuning:
+    """How a decode kernel fills a multiprocessor; kernels/README.md has the figures of those tried."""
+
+    warps: int  # attending warps of a block, beside the one that streams pages
+    blocks: int  # resident on a multiprocessor
+    tiles: int  # pages a warp works on at once
+
+
+TUNING = {"kv4": Tuning(4, 3, 2), "kv4rl": Tuning(4, 3, 2), "kv8": Tuning(4, 2, 1), "bf16": Tuning(4, 2, 1)}
+
+
 @lru_cache
 def decode_kernel(
-    precision: str, head_dim: int, group: int, chunk_bytes: int, warps: int = WARPS, blocks: int | None = None
+    precision: str, head_dim: int, group: int, dtype: torch.dtype, entries: int, tuning: Tuning | None = None
 ) -> Kernel:
-    """Build and describe the decode kernel for a precision and head shape on the current device.
+    """Build and describe the decode kernel of a precision and head shape, with `entries` side-buffer positions.
 
-    blocks: per multiprocessor; None: 2, or 1 where the output of 16 heads of 256 channels fills the registers.
+    Wide heads hold more output in registers and have larger pages: fewer blocks and one page at a time then.
     """
-    name = "decode_int8" if precision == "kv8" else "decode_int4"
-    tiles = 1 if group <= 8 else 2
-    blocks = blocks or (1 if tiles * head_dim >= 512 else 2)
-    defines = {"HEAD_DIM": head_dim, "QUERY_TILES": tiles, "WARPS": warps, "BLOCKS": blocks}
+    query_tiles = 1 if group <= 8 else 2
+    size = query_tiles * head_dim
+    tuning = tuning or TUNING[precision]
+    if size > 128:
+        tuning = Tuning(tuning.warps, 2 if size == 256 else 1, 1)
+    name, defines = KERNELS[precision], {"HEAD_DIM": head_dim, "QUERY_TILES": query_tiles, "WARPS": tuning.warps}
     if name == "decode_int4":
         defines["PROTECTED"] = precision == "kv4rl"
+    if name == "decode_bf16":
+        defines["BF16"] = dtype == torch.bfloat16
+    for blocks in range(tuning.blocks, 0, -1):
+        stages = ring_stages(precision, head_dim, group, dtype, entries, tuning.warps, blocks)
+        if stages >= 3 or blocks == 1:
+            break
+    defines |= {"BLOCKS": blocks, "STAGES": max(stages, 2), "TILES": tuning.tiles}
     library = jit.build(name, **defines)
     shared, grid = _int(), _int()
-
-    def describe(rows: int) -> int:
-        error = getattr(library, f"describe_{name}")(rows, group, ctypes.byref(shared), ctypes.byref(grid))
-        jit.check(error, f"{name} with {rows} ring rows")
-        return grid.value
-
-    rows = (SHARED_BYTES // blocks - 1024) // (warps * chunk_bytes)
-    while rows > 2 and not _fits(describe, rows, blocks):
-        rows -= 1
-    return Kernel(getattr(library, f"launch_{name}"), name, rows, shared.value, grid.value)
+    error = getattr(library, f"describe_{name}")(group, entries, ctypes.byref(shared), ctypes.byref(grid))
+    jit.check(error, name)
+    require(grid.value > 0, "sink_tokens + recent_tokens", entries, "fewer: their scales must fit in shared memory")
+    return Kernel(getattr(library, f"launch_{name}"), name, shared.value, grid.value)
 
 
-def _fits(describe, rows: int, blocks: int) -> bool:
-    try:
-        return describe(rows) >= blocks * torch.cuda.get_device_properties().multi_processor_count
-    except RuntimeError:  # more shared memory than a block may have
-        return False
+def ring_stages(precision, head_dim, group, dtype, entries, warps: int, blocks: int) -> int:
+    """Rows of pages that fit beside a block's other shared memory (Config::bytes of decode.cuh), at most 16.
+
+    Group and entries are rounded up, so that few builds serve all of them.
+    """
+    group, entries = 4 if group <= 4 else 8 if group <= 8 else 16, -(-entries // 256) * 256
+    row = head_dim * (2 if precision == "bf16" else 1) + QUERY_TAIL
+    queries = 2 * (8 if group <= 8 else 16) * row
+    merge = warps * group * (head_dim + 4) * 4
+    scales = 2 * -(-entries // 16) * 64
+    left = SHARED_BYTES // blocks - 1024 - 512 - queries - merge - scales
+    return min(16, left // (warps * chunk_bytes(precision, head_dim, dtype) + 16))
 
 
 class DecodePlan:
@@ -173,7 +198,7 @@ class DecodePlan:
         self.regions = (kv.sink_tokens, kv.recent_tokens) if kv.protected_tokens else (0, 0)
         weight = max_pages + 2 * -(-sum(self.regions) // 16)  # upper bound on what tiles_of() weighs
         chunks = max(1, min(MAX_CHUNKS, -(-weight // CHUNK_WEIGHT)))
-        self.kernel = decode_kernel(kv.precision, shape.head_dim, shape.group, cache.main.chunk_bytes)
+        self.kernel = decode_kernel(kv.precision, shape.head_dim, shape.group, shape.dtype, cache.side.entries)
         device = cache.device
         self.units = torch.empty(max_rows * chunks * UNIT_BYTES, dtype=torch.uint8, device=device)
         self.counters = torch.zeros(4, dtype=torch.int32, device=device)
@@ -223,7 +248,6 @@ class DecodePlan:
             group=cache.shape.group,
             sink=self.regions[0],
             recent=self.regions[1],
-            ring_rows=self.kernel.ring_rows,
             out_type=INPUT_TYPES[out.dtype],
             score_scale=math.log2(math.e) / math.sqrt(cache.shape.head_dim),
         )
@@ -247,6 +271,8 @@ class CudaBackend:
         write_kv(cache, layer, None, k, v, where)
 
     def decode(self, cache, layer, q, batch, return_lse=False):
+        if cache.kv.precision == "bf16" and q.dtype == torch.float32:  # tensor cores would round FP32 elements
+            return ReferenceBackend().decode(cache, layer, q, batch, return_lse)
         prepared = write_kv(cache, layer, q, None, None, None)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None

@@ -9,6 +9,7 @@ from kv4rl.config import KVConfig
 pytestmark = pytest.mark.gpu
 
 QUANTISED = ("kv8", "kv4", "kv4rl")
+ALL = ("bf16", *QUANTISED)
 EDGES = [0, 1, 15, 16, 17, 143, 144, 145, 160, 161, 175, 176, 177, 1023, 1024, 1025]
 
 
@@ -28,14 +29,14 @@ def check_against_float64(case, out, lse):
     assert lse[~live].eq(-torch.inf).all()
 
 
-@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize("precision", ALL)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_decode_matches_float64_at_region_and_page_edges(make_case, precision, dtype):
     case = make_case(KVConfig(precision), [*EDGES, 3000], dtype=dtype)
     check_against_float64(case, *case.cache.decode(1, case.q, case.batch, return_lse=True))
 
 
-@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize("precision", ALL)
 @pytest.mark.parametrize("d", [64, 128, 256])
 @pytest.mark.parametrize("group", [1, 3, 5, 7, 8, 12, 16])
 def test_decode_matches_float64_for_every_head_shape(make_case, precision, d, group):
@@ -49,7 +50,7 @@ def test_decode_matches_float64_for_any_protected_widths(make_case, s, w):
     check_against_float64(case, *case.cache.decode(1, case.q, case.batch, return_lse=True))
 
 
-@pytest.mark.parametrize("precision", QUANTISED)
+@pytest.mark.parametrize("precision", ALL)
 def test_a_request_has_the_same_bits_alone_and_in_any_batch(make_case, precision):
     lengths = [5000, 17, 20000, 900, 1025, 0, 4097]
     case = make_case(KVConfig(precision), lengths)

@@ -1,0 +1,248 @@
+"""Decode attention alone: every shape of Table A3 and the mixed lengths of §B.5, per precision, beside FlashInfer BF16.
+
+One process, one device, one TP2 or TP1 shard of Qwen3. `ms_per_layer` is the attention launch over prepared queries;
+`write_kv` (rotation, quantisation, packing of q, k, v) is its own row. Speedups are to FlashInfer's fa2 tensor-core
+decode (the paper's baseline, §A.2) where it is installed, else to our own BF16 decode, which the arm's name says.
+"""
+
+import argparse
+import json
+from dataclasses import dataclass
+
+import torch
+
+from kv4rl.attention.cuda import DecodePlan, write_kv
+from kv4rl.bench.timing import copy_bytes_per_s, graph_ms, layers_beyond_cache
+from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
+from kv4rl.cache.main_cache import pages_for
+from kv4rl.config import KVConfig
+from kv4rl.paper import REPLAY_SHAPES
+from kv4rl.results import result_row, write_rows
+
+SHARDS = {"tp2_16q4kv": (16, 4), "tp1_32q8kv": (32, 8)}  # query heads, KV heads; head_dim 128
+HEAD_DIM = 128
+ARMS = ("kv8", "kv4", "kv4rl")
+FILE = "kernels.csv"
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Requests that decode together: a name for the `shape` column, and their context lengths."""
+
+    name: str
+    lengths: tuple[int, ...]
+
+
+def uniform(batch: int, context: int) -> Workload:
+    return Workload(f"{batch}x{context}", (context,) * batch)
+
+
+def ragged(name: str, batch: int, mean: float, seed: int) -> Workload:
+    """Log-normal lengths as a trace has them (§B.5): sigma 0.8, the given mean, 32 to 17,000 tokens."""
+    generator = torch.Generator().manual_seed(seed)
+    draws = torch.exp(0.8 * torch.randn(batch, generator=generator))
+    lengths = (draws * (mean / draws.mean())).clamp(32, 17000).long()
+    return Workload(name, tuple(lengths.tolist()))
+
+
+def workloads(which: str) -> list[Workload]:
+    """`table`: all of Table A3; `quick`: six of them; `ragged`: §B.5; `small`: 1 to 64 requests at 1k, 8k and 32k."""
+    table = [uniform(*shape) for shapes in REPLAY_SHAPES.values() for shape in shapes]
+    quick = [uniform(*s) for s in ((608, 621), (640, 874), (640, 1463), (200, 2627), (368, 3461), (176, 6972))]
+    mixed = [ragged("ragged-4B-300", 440, 1550, seed=43), ragged("ragged-8B-250", 320, 4000, seed=44)]
+    small = [uniform(b, n) for n in (1024, 8192, 32768) for b in (1, 4, 16, 64)]
+    return {"table": table, "quick": quick, "ragged": mixed, "small": small, "all": table + mixed + small}[which]
+
+
+def layout(lengths, generator) -> tuple[DecodeBatch, int]:
+    """Requests on shuffled pages, as a used pool has them: (batch, number of pages)."""
+    counts = [pages_for(n) for n in lengths]
+    order = torch.randperm(sum(counts), generator=generator, device="cuda")
+    table = torch.full((len(counts), max(counts)), -1, dtype=torch.int64, device="cuda")
+    for row, pages in enumerate(order.split(counts)):
+        table[row, : len(pages)] = pages
+    slots = torch.arange(len(counts), device="cuda")
+    return DecodeBatch(table, torch.tensor(lengths, device="cuda"), slots), sum(counts)
+
+
+class OurDecode:
+    """One precision of ours over `layers` layers of random content."""
+
+    def __init__(self, precision: str, workload: Workload, heads: tuple[int, int], seed: int = 0):
+        self.generator = torch.Generator("cuda").manual_seed(seed)
+        self.batch, pages = layout(workload.lengths, self.generator)
+        rows = len(workload.lengths)
+        kv = KVConfig(precision)
+        per_layer = pages * heads[1] * (4160 if precision == "kv8" else 2176)
+        self.layers = layers_beyond_cache(per_layer)
+        shape = CacheShape(self.layers, *heads, HEAD_DIM, torch.bfloat16)
+        self.cache = KVCache(kv, shape, num_pages=pages, num_slots=rows, device="cuda", backend="cuda")
+        self._fill(workload)
+        self.q = self._random(rows, heads[0])
+        self.prepared = write_kv(self.cache, 0, self.q, None, None, None)
+        self.plan = DecodePlan(self.cache, rows, self.batch.page_table.shape[1])
+        self.plan.plan(self.batch)
+        self.out = torch.empty_like(self.q)
+        self.kv_bytes = self._bytes_read(workload)
+
+    def _random(self, n: int, heads: int) -> torch.Tensor:
+        return torch.randn(n, heads, HEAD_DIM, generator=self.generator, device="cuda").bfloat16()
+
+    def _fill(self, workload: Workload) -> None:
+        """Write layer 0 from random keys and values, some requests at a time, and copy it to the others."""
+        cache, heads = self.cache, self.cache.shape.kv_heads
+        for row, n in enumerate(workload.lengths):
+            where = TokenSlots.for_chunk(self.batch.page_table[row], row, 0, n, cache.kv)
+            where._checked = (n, cache.allocator.num_pages, cache.num_slots, cache.side.entries)
+            cache.write(0, self._random(n, heads), self._random(n, heads), where)
+        for tensor in (cache.main.storage, cache.side.k_codes, cache.side.v_codes, cache.side.k_scale):
+            tensor[1:] = tensor[:1]
+        cache.side.v_scale[1:] = cache.side.v_scale[:1]
+
+    def _bytes_read(self, workload: Workload) -> int:
+        """KV bytes a launch must read: main region in INT4 (or INT8), protected positions in INT8."""
+        kv, heads = self.cache.kv, self.cache.shape.kv_heads
+        per_token = self.cache.main.chunk_bytes // 16
+        total = 0
+        for n in workload.lengths:
+            protected = min(n, kv.protected_tokens)
+            total += heads * ((n - protected) * per_token + protected * (2 * HEAD_DIM + 4))
+        return total
+
+    def ms(self) -> float:
+        return graph_ms(lambda layer: self.plan.run(layer, self.prepared, self.out), self.layers)
+
+
+class FlashInferDecode:
+    """The baseline: FlashInfer's fa2 tensor-core decode over BF16 pages of 16 tokens."""
+
+    def __init__(self, workload: Workload, heads: tuple[int, int], dtype=torch.bfloat16, seed: int = 0):
+        import flashinfer
+
+        generator = torch.Generator("cuda").manual_seed(seed)
+        batch, pages = layout(workload.lengths, generator)
+        self.kv_bytes = sum(workload.lengths) * heads[1] * 2 * HEAD_DIM * dtype.itemsize
+        self.layers = layers_beyond_cache(self.kv_bytes)
+        shape = (self.layers, pages, heads[1], 16, HEAD_DIM)
+        self.k, self.v = (
+            torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(2)
+        )
+        self.q = torch.randn(len(workload.lengths), heads[0], HEAD_DIM, generator=generator, device="cuda").bfloat16()
+        counts = torch.tensor([pages_for(n) for n in workload.lengths])
+        indptr = torch.cat((torch.zeros(1, dtype=torch.long), counts.cumsum(0))).int().cuda()
+        indices = batch.page_table[batch.page_table >= 0].int()
+        last = ((batch.context_tokens - 1) % 16 + 1).int()
+        workspace = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
+        self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "HND", use_tensor_cores=True, backend="fa2"
+        )
+        self.wrapper.plan(
+            indptr, indices, last, *heads, HEAD_DIM, 16, q_data_type=torch.bfloat16, kv_data_type=dtype
+        )  # fmt: skip
+        self.out = torch.empty_like(self.q)
+
+    def ms(self) -> float:
+        return graph_ms(
+            lambda layer: self.wrapper.run(self.q, (self.k[layer], self.v[layer]), out=self.out), self.layers
+        )
+
+
+def write_us(tokens: int, heads: tuple[int, int], precision: str = "kv4rl") -> float:
+    """Microseconds of one `write_kv` launch for a decode step of `tokens` requests: q, k and v together."""
+    layers = 8
+    kv = KVConfig(precision)
+    shape = CacheShape(layers, *heads, HEAD_DIM, torch.bfloat16)
+    cache = KVCache(kv, shape, num_pages=tokens, num_slots=tokens, device="cuda", backend="cuda")
+    batch = DecodeBatch(
+        torch.arange(tokens, device="cuda")[:, None],
+        torch.randint(1, 17, (tokens,), device="cuda"),
+        torch.arange(tokens, device="cuda"),
+    )
+    where = TokenSlots.for_decode(batch, kv)
+    fused = torch.randn(layers, tokens, (heads[0] + 2 * heads[1]) * HEAD_DIM, device="cuda").bfloat16()
+    sizes = [h * HEAD_DIM for h in (heads[0], heads[1], heads[1])]
+
+    def launch(layer: int) -> None:
+        q, k, v = (x.unflatten(1, (-1, HEAD_DIM)) for x in fused[layer].split(sizes, dim=1))
+        write_kv(cache, layer, q, k, v, where)
+
+    return graph_ms(launch, layers) * 1e3
+
+
+def measure(workload: Workload, shard: str, arms) -> dict[str, tuple[float, int]]:
+    """{arm: (ms per layer, KV bytes)}; memory of one arm is freed before the next is made."""
+    heads = SHARDS[shard]
+    found = {}
+    for arm in arms:
+        decode = _make(arm, workload, heads)
+        found[arm] = (decode.ms(), decode.kv_bytes)
+        del decode
+        torch.cuda.empty_cache()
+    return found
+
+
+def _make(arm: str, workload: Workload, heads: tuple[int, int]):
+    if arm == "bf16_flashinfer":
+        return FlashInferDecode(workload, heads)
+    if arm == "fp8_flashinfer":
+        return FlashInferDecode(workload, heads, torch.float8_e4m3fn)
+    return OurDecode(arm, workload, heads)
+
+
+def rows_of(workload: Workload, shard: str, found: dict) -> list[dict]:
+    """CSV rows of one workload."""
+    rows = []
+    base = found.get("bf16_flashinfer")
+    for arm, (ms, size) in found.items():
+        about = {"experiment": "kernels", "arm": arm, "model": shard, "shape": workload.name, "n": 15}
+        rows.append(result_row(**about, metric="ms_per_layer", unit="ms", value=ms))
+        rows.append(result_row(**about, metric="kv_bytes_per_s", unit="B/s", value=size / ms * 1e3))
+        if base:
+            rows.append(result_row(**about, metric="speedup_vs_bf16", unit="x", value=base[0] / ms))
+    return rows
+
+
+def line_of(workload: Workload, shard: str, found: dict, copy_rate: float) -> str:
+    cells = []
+    base = found.get("bf16_flashinfer", (0.0, 0))[0]
+    for arm, (ms, size) in found.items():
+        rate = size / ms * 1e3
+        cells.append(f"{arm} {ms * 1e3:7.1f} us {rate / 1e12:.2f} TB/s {rate / copy_rate:4.0%} {base / ms:5.2f}x")
+    return f"{shard:>10} {workload.name:>14} | " + " | ".join(cells)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m kv4rl.bench kernels", description=__doc__)
+    parser.add_argument("--workloads", default="all", choices=("all", "table", "ragged", "small", "quick"))
+    parser.add_argument("--shards", nargs="+", default=["tp2_16q4kv"], choices=tuple(SHARDS))
+    parser.add_argument("--arms", nargs="+", default=["bf16_flashinfer", *ARMS])
+    parser.add_argument("--out", default=FILE, help="CSV under data/results, or a path")
+    options = parser.parse_args(arguments)
+
+    copy_rate = copy_bytes_per_s()
+    print(f"card: {torch.cuda.get_device_name()}, copy {copy_rate / 1e12:.2f} TB/s read plus written = 100%")
+    rows, worst = [], {}
+    for shard in options.shards:
+        for workload in workloads(options.workloads):
+            found = measure(workload, shard, options.arms)
+            print(line_of(workload, shard, found, copy_rate), flush=True)
+            rows += rows_of(workload, shard, found)
+            for arm, (ms, _) in found.items():
+                speedup = found.get("bf16_flashinfer", (0.0, 0))[0] / ms
+                worst[arm] = min(worst.get(arm, speedup), speedup)
+        for tokens in (64, 640):
+            us = write_us(tokens, SHARDS[shard])
+            print(f"{shard:>10} write_kv {tokens} tokens {us:.2f} us")
+            rows.append(
+                result_row(
+                    experiment="kernels", arm="kv4rl", model=shard, shape=f"{tokens}", metric="write_kv_us",
+                    unit="us", value=us, n=15,
+                )
+            )  # fmt: skip
+    path = write_rows(options.out, rows)
+    summary = {"experiment": "kernels", "rows": len(rows), "file": str(path), "worst_speedup": worst}
+    print(json.dumps(summary))
+
+
+if __name__ == "__main__":
+    main()
