@@ -5,11 +5,6 @@ import numpy as np
 from kv4rl.config import PAGE_TOKENS
 
 
-def pages_for(tokens: int) -> int:
-    """Pages that hold `tokens` positions: ceil(tokens / 16)."""
-    return -(-tokens // PAGE_TOKENS)
-
-
 class PageTable:
     """Per slot: page ids in order of position, pages held, context tokens and the last token.
 

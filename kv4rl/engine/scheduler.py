@@ -11,9 +11,10 @@ from operator import attrgetter
 
 import numpy as np
 
+from kv4rl.cache.main_cache import pages_for
 from kv4rl.cache.page_allocator import PageAllocator
 from kv4rl.config import require
-from kv4rl.engine.page_table import PageTable, pages_for
+from kv4rl.engine.page_table import PageTable
 from kv4rl.engine.request import Request, RequestStatus
 
 

@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv4rl.cache.main_cache import pages_for
 from kv4rl.engine.fake import FakeEngine
-from kv4rl.engine.page_table import pages_for
 from kv4rl.engine.request import Request, RequestStatus
 
 EOS = (7,)
