@@ -14,10 +14,10 @@ K3_LIMIT = 10.0  # and the k3 estimate to ±10
 class LossStats:
     """Sums over tokens (FP64 scalars), so that microbatches and ranks add up to proper token means.
 
-    `count` is the number of valid tokens summed over; the other fields follow verl's metric of the same name.
+    The fields follow verl's metrics of the same names.
     """
 
-    count: torch.Tensor
+    count: torch.Tensor  # valid tokens
     pg_loss: torch.Tensor  # tis_weight * clipped surrogate
     kl_loss: torch.Tensor  # k3 before its coefficient
     pg_clipfrac: torch.Tensor  # tokens where the ratio clip binds
@@ -94,9 +94,7 @@ def grpo_loss(
     if reference_logp is None:
         reference_logp = logp.detach()
     columns = (logp, old_logp.detach(), sampler_logp, reference_logp.detach(), advantages)
-    if mask is not None:
-        columns = tuple(column[mask] for column in columns)
-    logp, old_logp, sampler_logp, reference_logp, advantages = columns
+    logp, old_logp, sampler_logp, reference_logp, advantages = columns if mask is None else (c[mask] for c in columns)
 
     log_ratio = (logp - old_logp).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT)
     surrogate, ratio_clip, dual_clip = clipped_surrogate(log_ratio.exp(), advantages, config)
@@ -104,17 +102,5 @@ def grpo_loss(
     k3 = k3_penalty(logp, reference_logp)
     corrected = weight * surrogate  # after the clips, and not on the penalty: TIS corrects the surrogate only
     loss = (corrected + config.kl_coefficient * k3).sum() / num_tokens
-    stats = LossStats(
-        count=_total(torch.ones_like(logp)),
-        pg_loss=_total(corrected),
-        kl_loss=_total(k3),
-        pg_clipfrac=_total(ratio_clip),
-        pg_clipfrac_lower=_total(dual_clip),
-        ppo_kl=_total(-log_ratio),
-        tis_weight=_total(weight),
-    )
-    return loss, stats
-
-
-def _total(values: torch.Tensor) -> torch.Tensor:
-    return values.detach().double().sum()
+    counted = (torch.ones_like(logp), corrected, k3, ratio_clip, dual_clip, -log_ratio, weight)
+    return loss, LossStats(*(column.detach().double().sum() for column in counted))
