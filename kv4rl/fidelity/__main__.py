@@ -1,0 +1,158 @@
+"""Shared-prefix sampler KL (Eq. 5.2) of KV cache precisions on a local model, by the protocol of §B.5.
+
+    python -m kv4rl.fidelity --model smollm2-135m --precisions kv8 kv4 kv4rl
+    python -m kv4rl.fidelity --model smollm2-135m --preset loop
+
+Prints a table and puts its rows into data/results/fidelity.csv.
+"""
+
+import argparse
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from kv4rl.cache.main_cache import MainCache
+from kv4rl.config import PAGE_TOKENS, KVConfig, require
+from kv4rl.fidelity.control import repeat_in_new_process
+from kv4rl.fidelity.corpus import PROMPTS_FILE, History, mini_prompts, sample_histories, text_prompts
+from kv4rl.fidelity.divergence import sampler_kl
+from kv4rl.fidelity.measure import Arm, Estimate, geometric_ratio, make_arm, mean_kl, measure_kl, reduction
+from kv4rl.model.decoder import Decoder
+from kv4rl.model.weights import eos_token_ids, load_decoder, load_tokenizer
+from kv4rl.results import result_row, write_rows
+from kv4rl.tasks.tokenizer import build_tokenizer
+
+FILE = "fidelity.csv"
+
+
+@dataclass(frozen=True)
+class Preset:
+    """Sizes of a run; its name is the rows' `shape`."""
+
+    prompts: int
+    shots: int  # solved examples before each question of the prompts file
+    max_response_tokens: int
+    min_steps: int  # of the mini task's problems, nine tokens each
+
+
+PRESETS = {
+    "4b": Preset(prompts=32, shots=0, max_response_tokens=320, min_steps=20),  # Fig. 4b: 32 responses, 256 states
+    "loop": Preset(prompts=12, shots=3, max_response_tokens=96, min_steps=32),  # contexts of 300 tokens and more
+}
+
+
+def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", required=True, help="a directory, a name under data/models, or a hub id")
+    parser.add_argument("--precisions", nargs="+", default=["kv8", "kv4rl", "kv4"], help="arms beside the reference")
+    parser.add_argument("--preset", choices=PRESETS, default="4b")
+    parser.add_argument("--sink", type=int, default=KVConfig.sink_tokens, help="s, positions protected at the start")
+    parser.add_argument("--recent", type=int, default=KVConfig.recent_tokens, help="w, most recent positions protected")
+    parser.add_argument("--prompts-file", type=Path, default=PROMPTS_FILE, help="prompts of models that can chat")
+    parser.add_argument("--seed", type=int, default=43, help="of the sampling noise and of the bootstrap")
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--backend", default="auto")
+    parser.add_argument("--no-control", action="store_true", help="skip the second process that must agree to the bit")
+    parser.add_argument("--no-rows", action="store_true", help=f"do not write data/results/{FILE}")
+    return parser.parse_args(words)
+
+
+def load_histories(given: argparse.Namespace, decoder: Decoder) -> list[History]:
+    """The preset's prompts for this model, and one response to each."""
+    preset, tokenizer = PRESETS[given.preset], load_tokenizer(given.model)
+    if tokenizer.get_vocab() == build_tokenizer().get_vocab():
+        prompts = mini_prompts(tokenizer, preset.prompts, min_steps=preset.min_steps)
+        cap = decoder.config.max_positions - max(len(tokens) for _, tokens in prompts)
+    else:
+        prompts = text_prompts(tokenizer, preset.prompts, shots=preset.shots, path=given.prompts_file)
+        cap = preset.max_response_tokens
+    return sample_histories(
+        decoder, prompts, eos_token_ids=eos_token_ids(given.model), max_response_tokens=cap, seed=given.seed,
+        backend=given.backend,
+    )  # fmt: skip
+
+
+def bits_per_element(kv: KVConfig, decoder: Decoder) -> float:
+    """Stored bits per key or value element, counted from the main cache's bytes."""
+    shape = decoder.cache_shape()
+    sizes = {"num_layers": 1, "num_pages": 1, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
+    page = MainCache(kv, **sizes, dtype=shape.dtype, device="cpu")
+    return page.nbytes * 8 / (2 * PAGE_TOKENS * shape.kv_heads * shape.head_dim)
+
+
+def make_rows(
+    kl: dict[str, np.ndarray], arms: Sequence[Arm], decoder: Decoder, *, model: str, shape: str, seed: int
+) -> list[dict]:
+    """Rows of fidelity.csv: mean KL and stored bits of each arm, and how much smaller than kv4's its KL is."""
+    rows = []
+
+    def add(arm: str, metric: str, unit: str, estimate: Estimate) -> None:
+        bounds = {"low": estimate.low, "high": estimate.high, "n": next(iter(kl.values())).size}
+        common = {"experiment": "fidelity", "model": model, "shape": shape}
+        rows.append(result_row(arm=arm, metric=metric, unit=unit, value=estimate.value, **bounds, **common))
+
+    for arm in arms:
+        add(arm.name, "sampler_kl", "nats", mean_kl(kl[arm.name], seed=seed))
+        if "kv4" in kl and arm.name != "kv4":
+            add(arm.name, "kl_reduction_vs_kv4", "x", reduction(kl[arm.name], kl["kv4"], seed=seed))
+            add(arm.name, "kl_geometric_ratio_vs_kv4", "ratio", geometric_ratio(kl[arm.name], kl["kv4"], seed=seed))
+        bits = bits_per_element(arm.kv, decoder)
+        add(arm.name, "bits_per_element", "bits", Estimate(bits, bits, bits))
+    return rows
+
+
+def control_row(given: argparse.Namespace, histories, decoder: Decoder, reference: torch.Tensor) -> dict:
+    """Run the control; prints and returns its row. Raises RuntimeError unless the logits are bit-identical."""
+    again = repeat_in_new_process(given.model, histories, decoder, backend=given.backend)
+    kl = sampler_kl(reference, again)
+    if not torch.equal(reference, again):
+        raise RuntimeError(f"a second unquantised run differs: mean KL {kl.mean():.3e}, which should be 0")
+    print(
+        f"control: a second process gives bit-identical reference logits, KL {kl.max():.1f} at all {kl.numel()} states"
+    )
+    common = {"experiment": "fidelity", "model": Path(given.model).name, "shape": given.preset}
+    return result_row(arm="bf16", metric="control_kl", unit="nats", value=float(kl.max()), n=kl.numel(), **common)
+
+
+def print_table(rows: Sequence[dict]) -> None:
+    print(f"\n{'arm':12}{'metric':28}{'value':>12}{'low':>12}{'high':>12}  unit")
+    for row in rows:
+        low, high = (f"{row[name]:12.4g}" if row[name] != "" else " " * 12 for name in ("low", "high"))
+        print(f"{row['arm']:12}{row['metric']:28}{row['value']:12.4g}{low}{high}  {row['unit']}")
+
+
+def main(words: Sequence[str] | None = None) -> list[dict]:
+    """Run the command; returns the rows."""
+    given = parse_arguments(words)
+    widths = {"sink_tokens": given.sink, "recent_tokens": given.recent}
+    arms = [make_arm(precision, **widths) for precision in given.precisions]
+    require(all(arm.kv.precision != "bf16" for arm in arms), "precisions", given.precisions, "no bf16: the reference")
+    dtype = torch.bfloat16 if given.device.startswith("cuda") else torch.float32
+    decoder = load_decoder(given.model, dtype=dtype, device=given.device).requires_grad_(False)
+    start = time.perf_counter()
+
+    def say(what: str) -> None:
+        print(f"[{time.perf_counter() - start:6.1f} s] {what}", flush=True)
+
+    say("sampling one unquantised response per prompt")
+    histories = load_histories(given, decoder)
+    contexts = [(len(h.prompt), len(h.prompt) + len(h.response)) for h in histories]
+    say(f"{len(histories)} responses; contexts {min(a for a, _ in contexts)} … {max(b for _, b in contexts)} tokens")
+    kl, reference = measure_kl(
+        decoder, histories, arms, backend=given.backend, report=lambda arm: say(f"forcing {arm}")
+    )
+    rows = make_rows(kl, arms, decoder, model=Path(given.model).name, shape=given.preset, seed=given.seed)
+    if not given.no_control:
+        say("control")
+        rows.append(control_row(given, histories, decoder, reference))
+    print_table(rows)
+    say("done" if given.no_rows else f"rows in {write_rows(FILE, rows)}")
+    return rows
+
+
+if __name__ == "__main__":
+    main()
