@@ -136,19 +136,17 @@ def attend_protected(cache, layer: int, query: QueryCodes, context_tokens, slots
     Entries fill in order (`regions.side_entry`), so the first n of them are the valid ones.
     Returns o [B, kv_heads, group, d] and z [B, kv_heads, group].
     """
-    side = cache.side
-    slots = slots.clamp(min=0)  # a padding row may hold any negative slot; it has no valid entry
-    valid = torch.arange(side.entries, device=slots.device) < context_tokens[:, None]
-    valid = valid[:, None, None, :]
-    score_scale = query.scale * query.codes.shape[-1] ** -0.5
-    scores = block_scores(query.codes, side.k_codes[layer, slots].float())
-    scores *= side.k_scale[layer, slots].float().unsqueeze(-2) * score_scale.unsqueeze(-1)
-    scores = scores.masked_fill(~valid, -torch.inf)
+    valid = torch.arange(cache.side.entries, device=slots.device) < context_tokens[:, None]
+    # A padding row may hold any negative slot: it has no valid entry.
+    side_k, side_v = cache.side.gather(layer, slots.clamp(min=0))
+    scores = block_scores(query.codes, side_k.codes.float())
+    scores *= side_k.scale.float().unsqueeze(-2) * (query.scale * query.codes.shape[-1] ** -0.5).unsqueeze(-1)
+    scores = scores.masked_fill_(~valid[:, None, None], -torch.inf)
     top = scores.amax(-1)
-    p = torch.where(valid, torch.exp(scores - top.unsqueeze(-1)), 0.0)
+    p = torch.where(valid[:, None, None], torch.exp(scores - top.unsqueeze(-1)), 0.0)
 
-    v_scale = side.v_scale[layer, slots].float().masked_fill(~valid[:, :, 0], 0.0)
-    v = (side.v_codes[layer, slots].float() * v_scale.unsqueeze(-1)).bfloat16().float()
+    v_scale = side_v.scale.float().masked_fill(~valid[:, None], 0.0)
+    v = (side_v.codes.float() * v_scale.unsqueeze(-1)).bfloat16().float()
     return Softmax(p, top, p.sum(-1)).finish(p.bfloat16().float() @ v)
 
 

@@ -79,6 +79,7 @@ class KVCache:
         """Main-cache bytes of one 16-token page over all layers (b_q of §A.2)."""
         return self.main.bytes_per_page
 
+    @torch.no_grad()
     def write(self, layer: int, k: torch.Tensor, v: torch.Tensor, where: TokenSlots) -> None:
         """Store N new tokens of one layer, in the main cache and, where they are protected, in the side buffer.
 
@@ -94,6 +95,7 @@ class KVCache:
         if len(k):
             self.backend.write(self, layer, k, v, where)
 
+    @torch.no_grad()
     def decode(self, layer: int, q: torch.Tensor, batch: DecodeBatch, return_lse: bool = False):
         """Attention of one query token per request over its cached context, the newest token included.
 

@@ -36,10 +36,15 @@ class SideBuffer:
             codes[layer][place] = quantised.codes
             scale[layer][place] = quantised.scale
 
-    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Dequantised entries of `slots` int64 [B]: (k, v), each float32 [B, kv_heads, s + w, d]; keys rotated."""
-        pairs = ((self.k_codes, self.k_scale), (self.v_codes, self.v_scale))
+    def gather(self, layer: int, slots: torch.Tensor) -> tuple[SymmetricCodes, SymmetricCodes]:
+        """Codes and scales of the keys and of the values of `slots` int64 [B]: codes [B, kv_heads, s + w, d]."""
         k, v = (
-            dequantize_symmetric(SymmetricCodes(codes[layer, slots], scale[layer, slots])) for codes, scale in pairs
+            SymmetricCodes(codes[layer].index_select(0, slots), scale[layer].index_select(0, slots))
+            for codes, scale in ((self.k_codes, self.k_scale), (self.v_codes, self.v_scale))
         )
         return k, v
+
+    def read(self, layer: int, slots: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Dequantised entries of `slots` int64 [B]: (k, v), each float32 [B, kv_heads, s + w, d]; keys rotated."""
+        k, v = self.gather(layer, slots)
+        return dequantize_symmetric(k), dequantize_symmetric(v)
