@@ -4,6 +4,7 @@ Integers are carried in FP32: every integer sum here stays below 2^24, so FP32 m
 Log-normalisers are natural logarithms.
 """
 
+import sys
 from typing import NamedTuple
 
 import torch
@@ -15,7 +16,7 @@ from kv4rl.formats.hadamard import rotate
 from kv4rl.formats.packing import unpack_k4, unpack_k8, unpack_v4, unpack_v8
 from kv4rl.formats.symmetric import LEVELS, symmetric_codes
 
-BLOCK_ELEMENTS = 2**20  # keys worked on at once on a CPU: 2 MB of FP32, which stays near the core
+BLOCK_ELEMENTS = 2**20  # key elements worked on at once on a CPU: 4 MB in FP32, which stays near the core
 
 
 class QueryCodes(NamedTuple):
@@ -62,20 +63,19 @@ def decode_attention(cache, layer: int, q: torch.Tensor, batch) -> tuple[torch.T
 
 
 def block_tokens(cache) -> int:
-    """Tokens to work on at once: all on a GPU; on a CPU as many as keep FP32 copies of their keys in its cache."""
+    """Tokens to work on at once: on a CPU as many as keep FP32 copies of their keys in its cache, elsewhere all."""
     if cache.device.type != "cpu":
-        return 2**62
-    return BLOCK_ELEMENTS // (cache.shape.kv_heads * cache.shape.head_dim)
+        return sys.maxsize
+    return max(1, BLOCK_ELEMENTS // (cache.shape.kv_heads * cache.shape.head_dim))
 
 
 def request_blocks(cache, context_tokens: torch.Tensor) -> list[slice]:
     """Consecutive requests of `block_tokens` together; requests do not touch one another's results."""
-    limit = block_tokens(cache)
-    if limit == 2**62:
+    if cache.device.type != "cpu":
         return [slice(None)]
     blocks, start, held = [], 0, 0
     for row, tokens in enumerate(context_tokens.tolist()):
-        if held and held + tokens > limit:
+        if held and held + tokens > block_tokens(cache):
             blocks.append(slice(start, row))
             start, held = row, 0
         held += tokens

@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv4rl.attention import reference
 from kv4rl.cache.kv_cache import DecodeBatch
 from kv4rl.config import KVConfig
 from kv4rl.formats.affine import dequantize_affine, quantize_affine
@@ -58,6 +59,17 @@ def test_random_contexts_and_widths_follow_the_oracle(make_case, arithmetic, con
 @pytest.mark.parametrize(("s", "w"), [(0, 0), (16, 0), (0, 128), (0, 1), (1, 0), (17, 100), (400, 0), (0, 400)])
 def test_any_sink_and_recent_width_follows_the_oracle(make_case, s, w):
     assert make_case(CONTEXTS, KVConfig("kv4rl", s, w)).follows_oracle(1.0)
+
+
+@arithmetics
+@pytest.mark.parametrize("block_tokens", [1, 40, 500])
+def test_blocks_of_requests_do_not_matter(make_case, kv, times, block_tokens, monkeypatch):
+    monkeypatch.setattr(reference, "BLOCK_ELEMENTS", block_tokens * 2 * 128)
+    case = make_case(CONTEXTS, kv)  # written in blocks too
+    blocks = reference.request_blocks(case.cache, case.batch.context_tokens)
+    rows = [row for block in blocks for row in range(block.start, block.stop)]
+    assert len(blocks) > 1 and rows == list(range(len(CONTEXTS)))
+    assert case.follows_oracle(times)
 
 
 def test_without_protection_kv4rl_is_kv4(make_case):

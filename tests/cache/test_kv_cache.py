@@ -5,6 +5,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from kv4rl.attention import reference
 from kv4rl.attention.regions import regions, side_entry
 from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
 from kv4rl.cache.page_allocator import PageAllocator
@@ -146,6 +147,17 @@ def test_rows_without_a_page_write_nothing(precision):
     cache.write(1, k, v, where)
     assert torch.equal(read_main(cache, torch.tensor([5]), 4)[1][3], stored(precision, k, v)[1][3])
     assert (cache.main.read(1, torch.tensor([5]))[1][0, :, :3] == 0).all()
+
+
+@precisions
+def test_a_write_in_blocks_that_cut_pages_is_the_same_write(precision, monkeypatch):
+    caches = [new_cache(KVConfig(precision, 3, 20)) for _ in range(2)]
+    row, (k, v) = torch.randperm(20), vectors(90)
+    fill(caches[0], row, 1, k, v, [])
+    monkeypatch.setattr(reference, "BLOCK_ELEMENTS", 7 * SHAPE.kv_heads * SHAPE.head_dim)
+    fill(caches[1], row, 1, k, v, [])
+    assert torch.equal(caches[0].main.storage, caches[1].main.storage)
+    assert torch.equal(caches[0].side.v_codes, caches[1].side.v_codes)
 
 
 def test_several_requests_in_one_write_and_none():
