@@ -1,7 +1,7 @@
-"""What a mini model can do: `python -m kv4rl.tasks.measure data/models/mini-qwen3`.
+"""What a mini model can do: `python -m kv4rl.tasks.measure data/models/mini-qwen3 --save`.
 
 Samples responses to held-out problems with transformers' own `generate`, and reports reward, lengths and the kind of
-each response's first error, at temperature 1 and greedily.
+each response's first error, at temperature 1 and greedily. `--save` writes the rows of data/results/mini_model.csv.
 """
 
 import argparse
@@ -9,14 +9,17 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kv4rl.results import result_row, write_rows
 from kv4rl.tasks.mini import MiniProblem, first_error
 from kv4rl.tasks.stream import mini_problems
 
+BATCH = 128
 _BOX = re.compile(r"\\boxed\{(\d+)\}")
 
 
@@ -51,40 +54,63 @@ class Measurement:
         }
 
 
-@torch.no_grad()
 def sample_responses(
     model, tokenizer, problems: list[MiniProblem], *, seed: int, greedy: bool = False, max_tokens: int = 1024
 ) -> Measurement:
-    """One response to each problem, as one batch (all prompts have the same length)."""
-    prompts = torch.tensor([tokenizer.encode(problem.prompt) for problem in problems], device=model.device)
-    how = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    """One response to each problem, in batches of problems with about as many steps."""
+    ordered = sorted(problems, key=lambda problem: problem.steps)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
-        out = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=max_tokens, **how)
+        parts = [
+            _sample_batch(model, tokenizer, ordered[i : i + BATCH], greedy, max_tokens)
+            for i in range(0, len(ordered), BATCH)
+        ]
+    texts = [text for part in parts for text in part[0]]
+    return Measurement(ordered, texts, np.concatenate([p[1] for p in parts]), np.concatenate([p[2] for p in parts]))
+
+
+@torch.no_grad()
+def _sample_batch(model, tokenizer, problems: list[MiniProblem], greedy: bool, max_tokens: int):
+    """(texts, token counts, cut off) of one batch; every prompt has the same length."""
+    prompts = torch.tensor([tokenizer.encode(problem.prompt) for problem in problems], device=model.device)
+    how = {"do_sample": False} if greedy else {"do_sample": True, "temperature": 1.0, "top_k": 0, "top_p": 1.0}
+    out = model.generate(prompts, attention_mask=torch.ones_like(prompts), max_new_tokens=max_tokens, **how)
     responses = out[:, prompts.shape[1] :]
     ended = responses == tokenizer.eos_token_id
     truncated = ~ended.any(1)
     tokens = torch.where(truncated, responses.shape[1], ended.int().argmax(1) + 1)
     texts = [tokenizer.decode(row[:n], skip_special_tokens=True) for row, n in zip(responses, tokens, strict=True)]
-    return Measurement(problems, texts, tokens.cpu().numpy(), truncated.cpu().numpy())
+    return texts, tokens.cpu().numpy(), truncated.cpu().numpy()
+
+
+def summary_rows(model: str, sampling: str, summary: dict) -> list[dict]:
+    """Rows of data/results/mini_model.csv: one a metric, `first_error` flattened to one a kind."""
+    flat = {name: value for name, value in summary.items() if name not in ("n", "first_error")}
+    flat |= {f"first_error_{kind}": share for kind, share in summary["first_error"].items()}
+    shared = {"experiment": "mini_model", "arm": sampling, "model": model, "shape": "held-out", "n": summary["n"]}
+    unit = lambda name: "tokens" if name.startswith("tokens") else "fraction"
+    return [result_row(**shared, metric=name, unit=unit(name), value=value) for name, value in flat.items()]
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("model", nargs="+", help="model directories")
-    parser.add_argument("--problems", type=int, default=1024)
+    parser.add_argument("--problems", type=int, default=512)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--max-tokens", type=int, default=1024)
+    parser.add_argument("--save", action="store_true", help="write the rows of data/results/mini_model.csv")
     given = parser.parse_args()
     device = "cuda" if torch.cuda.is_available() else "cpu"
     problems = mini_problems(given.seed, "evaluation", given.problems)
-    for directory in given.model:
+    for directory in map(Path, given.model):
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device)
         tokenizer = AutoTokenizer.from_pretrained(directory)
-        for name, greedy in (("temperature_1", False), ("greedy", True)):
+        for sampling, greedy in (("temperature_1", False), ("greedy", True)):
             settings = {"seed": given.seed, "greedy": greedy, "max_tokens": given.max_tokens}
             summary = sample_responses(model, tokenizer, problems, **settings).summary()
-            print(json.dumps({"model": str(directory), "sampling": name} | summary))
+            print(json.dumps({"model": directory.name, "sampling": sampling} | summary))
+            if given.save:
+                write_rows("mini_model.csv", summary_rows(directory.name, sampling, summary))
 
 
 if __name__ == "__main__":

@@ -1,0 +1,117 @@
+"""Prompt streams: reproducible, resumable, and clear about wrong files."""
+
+import json
+
+import pytest
+
+from kv4rl.tasks.stream import JsonlStream, MiniStream, mini_problems
+from kv4rl.tasks.tokenizer import build_tokenizer
+
+PROMPTS = [problem.prompt for problem in mini_problems(0, "train", 5)]
+
+
+@pytest.fixture
+def task_file(tmp_path):
+    def write(*lines):
+        path = tmp_path / "tasks.jsonl"
+        path.write_text("\n".join(line if isinstance(line, str) else json.dumps(line) for line in lines))
+        return path
+
+    return write
+
+
+@pytest.fixture
+def five(task_file):
+    return task_file(*({"prompt": prompt, "answer": str(i)} for i, prompt in enumerate(PROMPTS)))
+
+
+def take(stream, count):
+    return [stream.next() for _ in range(count)]
+
+
+def test_a_mini_prompt_carries_id_tokens_answer_and_text():
+    prompt, problem = MiniStream(3).next(), mini_problems(3, "train", 1)[0]
+    assert (prompt.text, prompt.answer) == (problem.prompt, problem.answer)
+    assert build_tokenizer().decode(prompt.tokens) == problem.prompt
+    assert prompt.prompt_id == "mini-train-3-0"
+
+
+def test_a_mini_stream_depends_on_its_seed_and_split_alone():
+    assert take(MiniStream(3), 4) == take(MiniStream(3), 4)
+    assert take(MiniStream(3), 4) != take(MiniStream(4), 4)
+    assert take(MiniStream(3), 4) != take(MiniStream(3, split="evaluation"), 4)
+
+
+def test_a_mini_stream_continues_from_its_state():
+    whole, first, resumed = MiniStream(3), MiniStream(3), MiniStream(3)
+    expected = take(whole, 6)
+    take(first, 4)
+    resumed.load_state(json.loads(json.dumps(first.state())))
+    assert take(resumed, 2) == expected[4:]
+
+
+def test_a_mini_stream_refuses_the_state_of_another():
+    with pytest.raises(ValueError, match="seed, split"):
+        MiniStream(3).load_state(MiniStream(4).state())
+    with pytest.raises(ValueError, match="split"):
+        MiniStream(3, split="test")
+
+
+def test_a_file_is_read_once_an_epoch_in_an_order_of_its_own(five):
+    stream = JsonlStream(five, build_tokenizer(), seed=1)
+    first, second = take(stream, 5), take(stream, 5)
+    assert sorted(p.text for p in first) == sorted(p.text for p in second) == sorted(PROMPTS)
+    assert [p.text for p in first] != [p.text for p in second]
+    assert len({p.prompt_id for p in first + second}) == 10
+
+
+def test_a_file_stream_can_end_and_keep_the_order(five):
+    stream = JsonlStream(five, build_tokenizer(), shuffle=False, epochs=1)
+    assert [p.text for p in take(stream, 5)] == PROMPTS
+    with pytest.raises(StopIteration):
+        stream.next()
+
+
+def test_a_file_stream_continues_from_its_state_also_between_epochs(five):
+    for taken in (3, 5, 7):
+        whole, first, resumed = (JsonlStream(five, build_tokenizer(), seed=1) for _ in range(3))
+        expected = take(whole, 12)
+        take(first, taken)
+        resumed.load_state(json.loads(json.dumps(first.state())))
+        assert take(resumed, 12 - taken) == expected[taken:]
+
+
+def test_a_file_stream_refuses_the_state_of_other_content(five, task_file):
+    state = JsonlStream(five, build_tokenizer()).state()
+    other = task_file({"prompt": PROMPTS[0], "answer": "1"})
+    with pytest.raises(ValueError, match="state of"):
+        JsonlStream(other, build_tokenizer()).load_state(state)
+
+
+@pytest.mark.parametrize(
+    ("lines", "message"),
+    [
+        ([], "at least one line"),
+        (["", "  "], "at least one line"),
+        (['{"prompt": "n"'], r"tasks.jsonl:1.*one JSON object"),
+        (["[1, 2]"], r"tasks.jsonl:1.*a JSON object"),
+        ([{"prompt": "n", "answer": "1"}, {"prompt": "n"}], r"tasks.jsonl:2 fields.*also answer"),
+        ([{"answer": "1"}], "also prompt"),
+        ([{"prompt": "", "answer": "1"}], "text or a list"),
+        ([{"prompt": 3, "answer": "1"}], "text or a list"),
+        ([{"prompt": "1" * 41, "answer": "1"}], r"prompt tokens=41.*max_prompt_tokens=40"),
+    ],
+)
+def test_a_wrong_file_is_refused_at_once(task_file, lines, message):
+    with pytest.raises(ValueError, match=message):
+        JsonlStream(task_file(*lines), build_tokenizer(), max_prompt_tokens=40)
+
+
+def test_chat_messages_go_through_the_template(task_file):
+    tokenizer = build_tokenizer()
+    tokenizer.chat_template = (
+        "{% for m in messages %}{{ m.content }}{% endfor %}{% if add_generation_prompt %}={% endif %}"
+    )
+    path = task_file({"prompt": [{"role": "user", "content": "k=1"}], "answer": "1", "prompt_id": "one"})
+    prompt = JsonlStream(path, tokenizer).next()
+    assert (prompt.prompt_id, prompt.text, prompt.tokens) == ("one", "k=1=", tokenizer.encode("k=1="))
