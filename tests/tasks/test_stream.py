@@ -1,6 +1,7 @@
 """Prompt streams: reproducible, resumable, and clear about wrong files."""
 
 import json
+from pathlib import Path
 
 import pytest
 
@@ -115,3 +116,9 @@ def test_chat_messages_go_through_the_template(task_file):
     path = task_file({"prompt": [{"role": "user", "content": "k=1"}], "answer": "1", "prompt_id": "one"})
     prompt = JsonlStream(path, tokenizer).next()
     assert (prompt.prompt_id, prompt.text, prompt.tokens) == ("one", "k=1=", tokenizer.encode("k=1="))
+
+
+def test_the_shipped_task_file_holds_the_evaluation_split():
+    path = Path(__file__).parents[2] / "data" / "tasks" / "mini-evaluation.jsonl"
+    shipped = take(JsonlStream(path, build_tokenizer(), shuffle=False, epochs=1), 128)
+    assert shipped == take(MiniStream(7, split="evaluation"), 128)
