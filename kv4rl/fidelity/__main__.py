@@ -41,7 +41,7 @@ class Preset:
 
 PRESETS = {
     "4b": Preset(prompts=32, shots=0, max_response_tokens=320, min_steps=20),  # Fig. 4b: 32 responses, 256 states
-    "loop": Preset(prompts=12, shots=3, max_response_tokens=96, min_steps=32),  # contexts of 300 tokens and more
+    "loop": Preset(prompts=12, shots=3, max_response_tokens=64, min_steps=32),  # contexts of 300 tokens and more
 }
 
 
@@ -106,13 +106,12 @@ def make_rows(
 
 
 def control_row(given: argparse.Namespace, histories, decoder: Decoder, reference: torch.Tensor) -> dict:
-    """Run the control; prints and returns its row. Raises RuntimeError unless the logits are bit-identical."""
+    """Run the control, say what came of it, and return its row: the largest KL of a state, 0 if the control holds."""
     again = repeat_in_new_process(given.model, histories, decoder, backend=given.backend)
     kl = sampler_kl(reference, again)
-    if not torch.equal(reference, again):
-        raise RuntimeError(f"a second unquantised run differs: mean KL {kl.mean():.3e}, which should be 0")
+    same = "bit-identical" if torch.equal(reference, again) else "NOT bit-identical"
     print(
-        f"control: a second process gives bit-identical reference logits, KL {kl.max():.1f} at all {kl.numel()} states"
+        f"control: a second process gives {same} reference logits; KL at most {kl.max():.2g} over {kl.numel()} states"
     )
     common = {"experiment": "fidelity", "model": Path(given.model).name, "shape": given.preset}
     return result_row(arm="bf16", metric="control_kl", unit="nats", value=float(kl.max()), n=kl.numel(), **common)
