@@ -1,6 +1,7 @@
 """What both collectors share: the pool of prompt groups, the engine loop, grading, checkpoints."""
 
 import time
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 
@@ -49,7 +50,7 @@ class Collection:
     stats: CollectionStats
 
 
-class Collector:
+class Collector(ABC):
     """Base of `SyncCollector` and `PartialCollector`, which say how large the pool is and when to stop.
 
     `grade(group, request)` is called once for each finished (or aborted) response, as soon as it has finished, and
@@ -88,13 +89,13 @@ class Collector:
         return tuple(self._pool)
 
     @property
+    @abstractmethod
     def pool_groups(self) -> int:
         """Groups in the pool when a collection starts."""
-        raise NotImplementedError
 
+    @abstractmethod
     def may_stop(self) -> bool:
         """Does the rule of this collector allow the collection to stop now?"""
-        raise NotImplementedError
 
     def collect(self) -> Collection:
         """Run the engine until the rule is met; take the oldest T complete groups out of the pool."""
