@@ -34,9 +34,16 @@ struct DecodeArguments {
 
 constexpr int kItemsAhead = 2;  // items whose queries wait in shared memory
 
-struct Item {
+struct alignas(16) Item {
   Unit unit;
-  int head;  // KV head; -1 ends the work
+  int head;      // KV head; -1 ends the work
+  int spare[3];  // whole 16-byte words copy faster
+};
+
+// An item whose request's chunks this block may have to merge, once its arrival is known.
+struct Deferred {
+  Item item;
+  alignas(16) int ready;
 };
 
 // What a build fixes: format, head_dim, query tiles of 8 heads, attending warps, ring stages, tiles a warp takes at
@@ -58,8 +65,8 @@ struct Config {
   static constexpr int empty = full + 8 * R;
   static constexpr int item_full = empty + 8 * R;
   static constexpr int item_empty = item_full + 8 * kItemsAhead;
-  static constexpr int is_last = item_empty + 8 * kItemsAhead;
-  static constexpr int merge = is_last + 16;  // [W][group][sums]
+  static constexpr int deferred = item_empty + 8 * kItemsAhead;
+  static constexpr int merge = deferred + int(sizeof(Deferred));  // [W][group][sums]
 
   static __host__ __device__ int scales(int group) { return merge + W * group * sums * 4; }  // [kItemsAhead][entries]
   static __host__ __device__ int scale_bytes(int entries) { return (entries + 15) / 16 * 64; }
@@ -120,7 +127,7 @@ struct Producer : Block {
       if (unit.first_tile < tiles.side) load_scales(unit, head);
     uint32_t const ready = address + C::item_full + 8 * item.stage;
     if (lane == 0) {
-      reinterpret_cast<Item*>(base + C::items)[item.stage] = Item{unit, head};
+      reinterpret_cast<Item*>(base + C::items)[item.stage] = Item{unit, head, {}};
       if (head < 0) {
         barrier_arrive(ready);
       } else {
@@ -208,7 +215,7 @@ struct Consumer : Block {
     for (;;) {
       barrier_wait(address + C::item_full + 8 * item.stage, item.parity);
       Item const work = reinterpret_cast<Item const*>(base + C::items)[item.stage];
-      if (work.head < 0) return;
+      if (work.head < 0) return finish_all();
       query.load(address + C::queries + item.stage * C::query_bytes, lane, a.score_scale);
       softmax.reset();
       Tiles const tiles = tiles_of(work.unit.context, a.sink, a.recent);
@@ -342,8 +349,19 @@ struct Consumer : Block {
     }
   }
 
-  // Merge the warps' shares, then, if the request has several chunks, the chunks', in their fixed order.
+  // merge.cuh: the warps' shares of an item, then, if its request has several chunks, the chunks'.
+  bool waiting = false;  // the last item was a chunk of several
+  int before;            // thread 0: chunks of that request that had arrived before it
+
+  __device__ __forceinline__ int chunk_stride() const { return a.kv_heads * a.group * C::sums; }
+  __device__ __forceinline__ float* partials(Item const& work) const;
+  __device__ __forceinline__ void write_share();
+  __device__ __forceinline__ void merge_warps(Item const& work);
+  __device__ __forceinline__ void merge_chunks(Item const& work);
+  __device__ __forceinline__ void note_arrival();
+  __device__ __forceinline__ void merge_deferred();
   __device__ __forceinline__ void finish(Item const& work);
+  __device__ __forceinline__ void finish_all();
 };
 
 }  // namespace kv4rl

@@ -68,10 +68,15 @@ __device__ __forceinline__ void store_output(DecodeArguments const& a, int64_t r
     a.lse[row] = share.total == 0.0f ? -INFINITY : (share.top + log2f(share.total)) * kLn2;
 }
 
+// One arrival that publishes what this block's threads wrote before its barrier, and shows what others published.
+__device__ __forceinline__ int arrive(int* counter) {
+  int before;
+  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
+  return before;
+}
+
 template <class C>
-__device__ __forceinline__ void Consumer<C>::finish(Item const& work) {
-  constexpr int sums = C::sums;
-  float* const shares = reinterpret_cast<float*>(base + C::merge);
+__device__ __forceinline__ void Consumer<C>::write_share() {
   float const scale = 1.0f / softmax.inverse;
   softmax.scale_output(scale / Format::low_rows, scale / Format::high_rows);
 #pragma unroll
@@ -81,7 +86,7 @@ __device__ __forceinline__ void Consumer<C>::finish(Item const& work) {
       float const total = sum_over_tokens(softmax.total[n][h]), offset = sum_over_tokens(softmax.offset[n][h]);
       int const head = 8 * n + 2 * (lane % 4) + h;
       if (head >= a.group) continue;
-      float* mine = shares + (warp * a.group + head) * sums;
+      float* mine = reinterpret_cast<float*>(base + C::merge) + (warp * a.group + head) * C::sums;
 #pragma unroll
       for (int j = 0; j < D / 16; j += 2)
         *reinterpret_cast<float4*>(mine + lane / 4 * (D / 8) + 2 * j) = {
@@ -89,42 +94,77 @@ __device__ __forceinline__ void Consumer<C>::finish(Item const& work) {
             softmax.o[n][j + 1][h + 2] + offset};
       if (lane / 4 == 0) mine[D] = softmax.top[n][h], mine[D + 1] = total;
     }
-  consumers_sync<W>();
+}
 
-  int const thread = warp * kWarp + lane;
-  Unit const& unit = work.unit;
-  int64_t const first_row = (int64_t(unit.request) * a.kv_heads + work.head) * a.group;
-  int const record = a.kv_heads * a.group * sums;  // floats between the chunks of one request
-  float* chunks = a.partial + (int64_t(unit.partial) * a.kv_heads + work.head) * a.group * sums;
-  for (int i = thread; i < a.group * (D / 4); i += W * kWarp) {
+// Floats from a request's first partial to those of this item's chunk 0; chunks follow `chunk_stride` apart.
+template <class C>
+__device__ __forceinline__ float* Consumer<C>::partials(Item const& work) const {
+  return a.partial + (int64_t(work.unit.partial) * a.kv_heads + work.head) * a.group * C::sums;
+}
+
+template <class C>
+__device__ __forceinline__ void Consumer<C>::merge_warps(Item const& work) {
+  float const* shares = reinterpret_cast<float const*>(base + C::merge);
+  int64_t const first_row = (int64_t(work.unit.request) * a.kv_heads + work.head) * a.group;
+  for (int i = warp * kWarp + lane; i < a.group * (D / 4); i += W * kWarp) {
     int const head = i / (D / 4), channel = i % (D / 4) * 4;
-    Share const share = merge_partials<false, D>(shares + head * sums, channel, W, a.group * sums);
-    if (unit.chunks == 1) {
+    Share const share = merge_partials<false, D>(shares + head * C::sums, channel, W, a.group * C::sums);
+    if (work.unit.chunks == 1) {
       store_output(a, first_row + head, D, channel, share);
       continue;
     }
-    float* mine = chunks + int64_t(unit.chunk) * record + head * sums;
+    float* mine = partials(work) + int64_t(work.unit.chunk) * chunk_stride() + head * C::sums;
     *reinterpret_cast<float4*>(mine + channel) = share.o;
-    if (channel == 0) mine[D] = share.top, mine[D + 1] = share.total;
+    if (channel == 0) *reinterpret_cast<float2*>(mine + D) = {share.top, share.total};
   }
-  if (unit.chunks > 1) __threadfence();
-  consumers_sync<W>();  // `shares` is free again, and all of this chunk is written
-  if (unit.chunks == 1) return;
+}
 
-  int volatile* is_last = reinterpret_cast<int*>(base + C::is_last);
-  int* arrivals = a.arrivals + int64_t(unit.request) * a.kv_heads + work.head;
-  if (thread == 0) {
-    *is_last = atomicAdd(arrivals, 1) == unit.chunks - 1;
-    __threadfence();
-  }
-  consumers_sync<W>();
-  if (*is_last == 0) return;
-  for (int i = thread; i < a.group * (D / 4); i += W * kWarp) {
+template <class C>
+__device__ __forceinline__ void Consumer<C>::merge_chunks(Item const& work) {
+  int64_t const group_row = int64_t(work.unit.request) * a.kv_heads + work.head;
+  for (int i = warp * kWarp + lane; i < a.group * (D / 4); i += W * kWarp) {
     int const head = i / (D / 4), channel = i % (D / 4) * 4;
-    Share const share = merge_partials<true, D>(chunks + head * sums, channel, unit.chunks, record);
-    store_output(a, first_row + head, D, channel, share);
+    Share const share =
+        merge_partials<true, D>(partials(work) + head * C::sums, channel, work.unit.chunks, chunk_stride());
+    store_output(a, group_row * a.group + head, D, channel, share);
   }
-  if (thread == 0) *arrivals = 0;
+  if (warp == 0 && lane == 0) a.arrivals[group_row] = 0;
+}
+
+// The block whose chunk is the last to arrive merges the request's chunks, in their own order. It learns so from an
+// atomic whose round trip nobody waits for: the merge is done at the end of the block's next item (or of all).
+template <class C>
+__device__ __forceinline__ void Consumer<C>::finish(Item const& work) {
+  write_share();
+  note_arrival();
+  consumers_sync<W>();
+  merge_warps(work);
+  merge_deferred();
+  consumers_sync<W>();  // the shares are free again, and all of this chunk is written
+  waiting = work.unit.chunks > 1;
+  if (waiting && warp == 0 && lane == 0) {
+    reinterpret_cast<Deferred*>(base + C::deferred)->item = work;
+    before = arrive(a.arrivals + int64_t(work.unit.request) * a.kv_heads + work.head);
+  }
+}
+
+template <class C>
+__device__ __forceinline__ void Consumer<C>::note_arrival() {
+  Deferred* deferred = reinterpret_cast<Deferred*>(base + C::deferred);
+  if (warp == 0 && lane == 0) deferred->ready = waiting && before == deferred->item.unit.chunks - 1;
+}
+
+template <class C>
+__device__ __forceinline__ void Consumer<C>::merge_deferred() {
+  Deferred const* deferred = reinterpret_cast<Deferred const*>(base + C::deferred);
+  if (*reinterpret_cast<int const volatile*>(&deferred->ready)) merge_chunks(deferred->item);
+}
+
+template <class C>
+__device__ __forceinline__ void Consumer<C>::finish_all() {
+  note_arrival();
+  consumers_sync<W>();
+  merge_deferred();
 }
 
 }  // namespace kv4rl

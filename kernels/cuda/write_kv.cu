@@ -4,6 +4,7 @@
 #include <cuda_bf16.h>
 
 #include "layout.cuh"
+#include "shared_memory.cuh"
 
 namespace kv4rl {
 
@@ -58,12 +59,11 @@ __device__ __forceinline__ Vector load_vector(void const* base, int type, int64_
 // x H, largest stride first, as formats/hadamard.py: across lanes, then inside one.
 __device__ __forceinline__ void rotate(Vector& y, int lane) {
 #pragma unroll
-  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2)
+  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+    float const sign = lane & lanes ? -1.0f : 1.0f;
 #pragma unroll
-    for (int i = 0; i < kEach; ++i) {
-      float const other = __shfl_xor_sync(~0u, y.x[i], lanes);
-      y.x[i] = lane & lanes ? other - y.x[i] : y.x[i] + other;
-    }
+    for (int i = 0; i < kEach; ++i) y.x[i] = fmaf(sign, y.x[i], __shfl_xor_sync(~0u, y.x[i], lanes));
+  }
 #pragma unroll
   for (int half = kEach / 2; half > 0; half /= 2)
 #pragma unroll
@@ -78,27 +78,26 @@ __device__ __forceinline__ void rotate(Vector& y, int lane) {
   for (int i = 0; i < kEach; ++i) y.x[i] *= norm;
 }
 
-__device__ __forceinline__ float warp_max(float x) {
-#pragma unroll
-  for (int lanes = 16; lanes > 0; lanes /= 2) x = fmaxf(x, __shfl_xor_sync(~0u, x, lanes));
-  return x;
+__device__ __forceinline__ __half saturate(float x) {  // NaN stays NaN
+  return x != x ? __ushort_as_half(0x7FFF) : __float2half_rn(fminf(fmaxf(x, -kFp16Max), kFp16Max));
 }
 
-__device__ __forceinline__ bool has_nan(Vector const& y) {
-  bool found = false;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) found = found || y.x[i] != y.x[i];
-  return __any_sync(~0u, found);
+// x / step as IEEE division rounds it, for one correctly rounded reciprocal a vector: Markstein's correction step.
+struct Divider {
+  float step, inverse;
+  __device__ __forceinline__ float operator()(float x) const {
+    float const near = x * inverse;
+    return fmaf(fmaf(-near, step, x), inverse, near);
+  }
+};
+
+__device__ __forceinline__ Divider divide_by(float step) {  // by zero or NaN: every quotient is 0
+  return step > 0.0f ? Divider{step, __frcp_rn(step)} : Divider{0.0f, 0.0f};
 }
 
-__device__ __forceinline__ __half saturate(float x, bool nan) {
-  return nan ? __ushort_as_half(0x7FFF) : __float2half_rn(fminf(fmaxf(x, -kFp16Max), kFp16Max));
-}
-
-// A code: x / step rounded half to even into [low, high]; 0 for a zero step or NaN.
-__device__ __forceinline__ int code(float x, float step, float low, float high) {
-  float const rounded = rintf(step > 0.0f ? __fdiv_rn(x, step) : 0.0f);
-  return rounded == rounded ? static_cast<int>(fminf(fmaxf(rounded, low), high)) : 0;
+// x / step rounded half to even into [low, high]; 0 for a zero step or NaN.
+__device__ __forceinline__ int code(float quotient, int low, int high) {
+  return min(max(__float2int_rn(quotient), low), high);
 }
 
 struct Codes {
@@ -106,31 +105,43 @@ struct Codes {
 };
 
 __device__ __forceinline__ Codes symmetric(Vector const& y, float step) {
+  Divider const by = divide_by(step);
   Codes codes;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) codes.c[i] = static_cast<uint8_t>(code(y.x[i], step, -127.0f, 127.0f));
+  for (int i = 0; i < kEach; ++i) codes.c[i] = static_cast<uint8_t>(code(by(y.x[i]), -127, 127));
   return codes;
 }
 
+// The largest magnitude of the vector, NaN if it holds one: magnitudes order as their bits do, NaN above infinity.
 __device__ __forceinline__ float largest(Vector const& y) {
-  float amax = 0.0f;
+  unsigned amax = 0;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) amax = fmaxf(amax, fabsf(y.x[i]));
-  return warp_max(amax);
+  for (int i = 0; i < kEach; ++i) amax = max(amax, __float_as_uint(fabsf(y.x[i])));
+  return __uint_as_float(__reduce_max_sync(~0u, amax));
 }
 
-__device__ __forceinline__ Codes affine(Vector const& y, bool nan, __half2& metadata) {
-  float low = INFINITY, high = -INFINITY;
+// Floats as integers of the same order, NaN at the ends; its own inverse.
+__device__ __forceinline__ int ordered(int bits) { return bits ^ (bits >> 31 & 0x7FFFFFFF); }
+
+__device__ __forceinline__ Codes affine(Vector const& y, __half2& metadata) {
+  int least = 0x7FFFFFFF, most = ~0x7FFFFFFF;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) low = fminf(low, y.x[i]), high = fmaxf(high, y.x[i]);
-  low = fminf(fmaxf(-warp_max(-low), -kExtreme), kExtreme);
-  high = fminf(fmaxf(warp_max(high), -kExtreme), kExtreme);
-  __half const scale = saturate(__fdiv_rn(high - low, 15.0f), nan), offset = saturate(low, nan);
+  for (int i = 0; i < kEach; ++i) {
+    int const x = ordered(__float_as_int(y.x[i]));
+    least = min(least, x), most = max(most, x);
+  }
+  float low = __int_as_float(ordered(__reduce_min_sync(~0u, least)));
+  float high = __int_as_float(ordered(__reduce_max_sync(~0u, most)));
+  bool const nan = low != low || high != high;
+  low = nan ? NAN : fminf(fmaxf(low, -kExtreme), kExtreme);
+  high = fminf(fmaxf(high, -kExtreme), kExtreme);
+  __half const scale = saturate(__fdiv_rn(high - low, 15.0f)), offset = saturate(low);
   metadata = __halves2half2(scale, offset);
+  Divider const by = divide_by(__half2float(scale));
+  float const from = __half2float(offset);
   Codes codes;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i)
-    codes.c[i] = static_cast<uint8_t>(code(y.x[i] - __half2float(offset), __half2float(scale), 0.0f, 15.0f));
+  for (int i = 0; i < kEach; ++i) codes.c[i] = static_cast<uint8_t>(code(by(y.x[i] - from), 0, 15));
   return codes;
 }
 
@@ -179,7 +190,7 @@ __device__ __forceinline__ void write_query(WriteArguments const& a, int token, 
   }
   Vector y = load_vector(a.q, a.input_type, token * a.q_stride + head * kD, lane);
   rotate(y, lane);
-  float const scale = has_nan(y) ? NAN : __fdiv_rn(largest(y), 127.0f);
+  float const scale = __fdiv_rn(largest(y), 127.0f);
   Codes const codes = symmetric(y, scale);
   int sum = 0;
 #pragma unroll
@@ -190,24 +201,24 @@ __device__ __forceinline__ void write_query(WriteArguments const& a, int token, 
   if (lane == 0) *reinterpret_cast<QueryTail*>(row + kD) = {scale, static_cast<float>(sum)};
 }
 
-__device__ __forceinline__ void write_side(WriteArguments const& a, Vector const& y, bool nan, int token, int head,
-                                           bool is_v, int lane) {
-  __half const scale = saturate(__fdiv_rn(largest(y), 127.0f), nan);
+__device__ __forceinline__ void write_side(WriteArguments const& a, Vector const& y, int token, int head, bool is_v,
+                                           int lane) {
+  __half const scale = saturate(__fdiv_rn(largest(y), 127.0f));
   int64_t const at = (a.slots[token] * a.kv_heads + head) * a.entries + a.side_entries[token];
   store_row((is_v ? a.side_v : a.side_k) + at * kD, symmetric(y, __half2float(scale)), lane);
   if (lane == 0) (is_v ? a.side_v_scale : a.side_k_scale)[at] = scale;
 }
 
 // One key or value vector into its page.
-__device__ __forceinline__ void write_page(WriteArguments const& a, Vector const& y, bool nan, uint8_t* chunk,
-                                           uint8_t* row, int token, bool is_v, int lane) {
+__device__ __forceinline__ void write_page(WriteArguments const& a, Vector const& y, uint8_t* chunk, uint8_t* row,
+                                           int token, bool is_v, int lane) {
   bool const int8 = a.precision == kInt8;
   __half2 metadata;
   if (int8) {
-    metadata = __half2half2(saturate(__fdiv_rn(largest(y), 127.0f), nan));
+    metadata = __half2half2(saturate(__fdiv_rn(largest(y), 127.0f)));
     store_row(row, symmetric(y, __low2float(metadata)), lane);
   } else {
-    store_row(row, affine(y, nan, metadata), lane);
+    store_row(row, affine(y, metadata), lane);
   }
   __syncwarp();
   uint8_t* numbers = chunk + (int8 ? Int8Chunk<kD>::metadata : Int4Chunk<kD>::metadata);
@@ -237,28 +248,28 @@ __device__ __forceinline__ void write_key_value(WriteArguments const& a, uint8_t
   if (a.precision == kPlain) return write_plain(a, source, at, chunk, in_page, is_v, lane);
   Vector y = load_vector(source, a.input_type, at, lane);
   if (!is_v) rotate(y, lane);
-  bool const nan = has_nan(y);
   int const bytes = a.precision == kInt8 ? Int8Chunk<kD>::bytes : Int4Chunk<kD>::bytes;
-  write_page(a, y, nan, a.pages + chunk * bytes, row, in_page, is_v, lane);
-  if (a.side_k != nullptr && a.side_entries[token] >= 0) write_side(a, y, nan, token, head, is_v, lane);
+  write_page(a, y, a.pages + chunk * bytes, row, in_page, is_v, lane);
+  if (a.side_k != nullptr && a.side_entries[token] >= 0) write_side(a, y, token, head, is_v, lane);
 }
 
-extern "C" __global__ void __launch_bounds__(kWriteWarps* kWarp) write_kv_kernel(WriteArguments const a) {
+// Blocks are (token, eight vectors of it).
+extern "C" __global__ void __launch_bounds__(kWriteWarps* kWarp) write_kv_kernel(__grid_constant__ WriteArguments const a) {
   __shared__ alignas(16) uint8_t rows[kWriteWarps][kD];
-  int const warp = threadIdx.x / kWarp, lane = threadIdx.x % kWarp;
-  int const queries = a.q != nullptr ? a.query_heads : 0, each = queries + (a.k != nullptr ? 2 * a.kv_heads : 0);
-  int64_t const vector = int64_t(blockIdx.x) * kWriteWarps + warp;
-  if (vector >= int64_t(a.tokens) * each) return;
-  int const token = static_cast<int>(vector / each), head = static_cast<int>(vector % each);
-  if (head < queries) return write_query(a, token, head, lane);
-  int const kv = head - queries;
-  write_key_value(a, rows[warp], token, kv % a.kv_heads, kv >= a.kv_heads, lane);
+  int const warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0), lane = lane_index();
+  int const token = blockIdx.x, queries = a.q != nullptr ? a.query_heads : 0;
+  int const vector = blockIdx.y * kWriteWarps + warp;
+  if (vector < queries) return write_query(a, token, vector, lane);
+  int const head = vector - queries;
+  if (a.k == nullptr || head >= 2 * a.kv_heads) return;
+  bool const is_v = head >= a.kv_heads;
+  write_key_value(a, rows[warp], token, is_v ? head - a.kv_heads : head, is_v, lane);
 }
 
 extern "C" int launch_write_kv(WriteArguments const* a, cudaStream_t stream) {
-  int64_t const vectors = int64_t(a->tokens) * ((a->q ? a->query_heads : 0) + (a->k ? 2 * a->kv_heads : 0));
-  if (vectors == 0) return cudaSuccess;
-  unsigned const blocks = static_cast<unsigned>((vectors + kWriteWarps - 1) / kWriteWarps);
+  int const vectors = (a->q ? a->query_heads : 0) + (a->k ? 2 * a->kv_heads : 0);
+  if (a->tokens == 0 || vectors == 0) return cudaSuccess;
+  dim3 const blocks(a->tokens, (vectors + kWriteWarps - 1) / kWriteWarps);
   write_kv_kernel<<<blocks, kWriteWarps * kWarp, 0, stream>>>(*a);
   return cudaGetLastError();
 }

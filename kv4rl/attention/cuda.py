@@ -16,7 +16,7 @@ from kv4rl.attention.backends import BackendUnavailable, ReferenceBackend
 from kv4rl.config import require
 from kv4rl.formats.packing import chunk_bytes
 
-CHUNK_WEIGHT = 64  # pages (1,024 tokens) a work item holds at most, until a request has MAX_CHUNKS of them
+CHUNK_WEIGHT = 192  # pages (3,072 tokens) a work item holds at most, until a request has MAX_CHUNKS of them
 MAX_CHUNKS = 32  # schedule.cuh: kMaxChunks
 UNIT_BYTES = 32  # schedule.cuh: Unit
 QUERY_TAIL = 16  # layout.cuh: bytes after the codes of a prepared query row

@@ -227,6 +227,7 @@ def main(arguments: list[str] | None = None) -> None:
             found = measure(workload, shard, options.arms)
             print(line_of(workload, shard, found, copy_rate), flush=True)
             rows += rows_of(workload, shard, found)
+            path = write_rows(options.out, rows)  # at once: a run cut short keeps what it measured
             for arm, (ms, _) in found.items():
                 speedup = found.get("bf16_flashinfer", (0.0, 0))[0] / ms
                 worst[arm] = min(worst.get(arm, speedup), speedup)

@@ -19,6 +19,7 @@ def graph_ms(launch: Callable[[int], None], layers: int, replays: int = 15) -> f
     Nothing is synchronised inside a replay; the clock is the device's own events.
     """
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # what the launch reads may still be under way
     with torch.cuda.stream(stream):
         for _ in range(2):
             launch(0)
