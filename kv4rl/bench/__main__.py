@@ -5,7 +5,6 @@ import sys
 
 BENCHES = {  # name -> module with main(arguments)
     "kernels": "kv4rl.bench.kernels",
-    "parity": "kv4rl.bench.parity",
 }
 
 
