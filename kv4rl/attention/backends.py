@@ -63,8 +63,14 @@ def _cuda(device: torch.device) -> Backend:
     return make_backend(device)
 
 
+def _triton(device: torch.device) -> Backend:
+    from kv4rl.attention.triton import make_backend
+
+    return make_backend(device)
+
+
 # name -> factory(device), which returns a Backend or raises BackendUnavailable; imports belong inside the factory.
-FACTORIES: dict[str, Callable[[torch.device], Backend]] = {"reference": _reference, "cuda": _cuda}
+FACTORIES: dict[str, Callable[[torch.device], Backend]] = {"reference": _reference, "cuda": _cuda, "triton": _triton}
 PREFERENCE = ("cuda", "triton", "reference")  # of "auto" on a CUDA device; elsewhere it is the reference
 _explained: set[str] = set()
 

@@ -1,0 +1,84 @@
+"""Every CUDA file compiles for sm_90a, wherever nvcc is: no device, no torch headers."""
+
+import re
+import subprocess
+
+import pytest
+import torch
+
+from kv4rl.attention import cuda, jit
+from kv4rl.attention.backends import BackendUnavailable, choose_backend
+
+SMALL = {"HEAD_DIM": 128, "QUERY_TILES": 1, "WARPS": 4, "BLOCKS": 3, "STAGES": 7, "TILES": 2}
+BUILDS = {
+    "plan": [{}],
+    "write_kv": [{"HEAD_DIM": d} for d in (64, 128, 256)],
+    "decode_int4": [SMALL | {"PROTECTED": p} for p in (0, 1)],
+    "decode_int8": [SMALL | {"BLOCKS": 2, "STAGES": 6, "TILES": 1}],
+    "decode_bf16": [SMALL | {"BLOCKS": 2, "STAGES": 3, "TILES": 1, "BF16": b} for b in (0, 1)],
+}
+
+
+def nvcc() -> str:
+    try:
+        return jit.compiler()
+    except BackendUnavailable as reason:
+        pytest.skip(str(reason))
+
+
+def test_every_cuda_file_is_in_the_list():
+    assert {path.stem for path in jit.sources().glob("*.cu")} == set(BUILDS)
+
+
+@pytest.mark.parametrize(("name", "defines"), [(name, d) for name, builds in BUILDS.items() for d in builds])
+def test_compiles_without_spills(tmp_path, name, defines):
+    source, output = jit.sources() / f"{name}.cu", tmp_path / f"{name}.cubin"
+    command = jit.compile_command(nvcc(), source, output, defines, "-cubin", "-Xptxas", "-v")
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+    assert "warning" not in done.stderr
+    assert set(re.findall(r"(\d+) bytes spill stores", done.stderr)) == {"0"}
+
+
+def test_device_code_includes_no_torch_header():
+    for path in jit.sources().iterdir():
+        assert "torch/" not in path.read_text()
+        assert "ATen" not in path.read_text()
+
+
+def test_argument_structures_have_the_sizes_of_the_device_structs(tmp_path):
+    """A host program prints sizeof() of each argument struct: ctypes must agree."""
+    source = tmp_path / "sizes.cu"
+    source.write_text(
+        '#include <cstdio>\n#include "launch.cuh"\n#define HEAD_DIM 128\n'
+        '#include "plan.cu"\n#include "write_kv.cu"\n'
+        'int main() { using namespace kv4rl; printf("%zu %zu %zu %zu", sizeof(WriteArguments), sizeof(PlanArguments),'
+        " sizeof(DecodeArguments), sizeof(Unit)); }\n"
+    )
+    program = tmp_path / "sizes"
+    command = jit.compile_command(nvcc(), source, program, {}, f"-I{jit.sources()}")
+    subprocess.run(command, check=True, capture_output=True)
+    sizes = [int(x) for x in subprocess.run([program], check=True, capture_output=True, text=True).stdout.split()]
+    structures = (cuda.WriteArguments, cuda.PlanArguments, cuda.DecodeArguments)
+    assert sizes == [*(cuda.ctypes.sizeof(s) for s in structures), cuda.UNIT_BYTES]
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")
+def test_without_a_cuda_device_the_backend_says_so():
+    with pytest.raises(BackendUnavailable, match="needs a CUDA device"):
+        choose_backend("cuda", "cpu")
+
+
+def test_a_missing_compiler_is_named_with_the_fix(monkeypatch, tmp_path):
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    with pytest.raises(BackendUnavailable, match="CUDA_HOME"):
+        jit.compiler()
+
+
+@pytest.mark.parametrize("precision", ["kv4", "kv4rl", "kv8", "bf16"])
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+@pytest.mark.parametrize("group", [1, 4, 8, 16])
+def test_a_ring_fits_in_one_block_of_every_head_shape(precision, head_dim, group):
+    entries = 144 if precision == "kv4rl" else 0
+    assert cuda.ring_stages(precision, head_dim, group, torch.bfloat16, entries, warps=4, blocks=1) >= 2
