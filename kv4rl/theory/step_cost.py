@@ -21,10 +21,9 @@ class Rates:
 
     gemm_bandwidth: float = 4.1e12  # with gemm_flops: the seven GEMM times measured for TP2 forwards, within 20 %
     gemm_flops: float = 980e12
-    # KV bytes of the format over time of the attention kernel. bf16: FlashInfer 3.8-4.4 TB/s, measured. kv4: a first
-    # kernel's 2.9-3.7 TB/s, measured. kv8 and kv4rl: assumed to lie between the two.
+    # KV bytes of the format over the time of its kernel, mean over Table A3's shapes in data/results/kernels.csv.
     attention_bandwidth: dict[str, float] = field(
-        default_factory=lambda: {"bf16": 4.1e12, "kv8": 3.7e12, "kv4": 3.3e12, "kv4rl": 3.3e12}
+        default_factory=lambda: {"bf16": 4.0e12, "kv8": 3.98e12, "kv4": 3.73e12, "kv4rl": 3.60e12}
     )
     all_reduce_s: float = 6.6e-6  # two-GPU symmetric memory, fixed part
     all_reduce_s_per_element: float = 6.4e-12  # and per element of [B, hidden]: 17.1 us at B = 640, hidden = 2,560

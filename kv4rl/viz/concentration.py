@@ -10,6 +10,8 @@ from kv4rl.theory import concentration
 from kv4rl.theory.lengths import LengthDistribution
 
 SYNC, ASYNC = "#555555", "#009E73"
+MARGIN = {"t": 45, "b": 65}
+POWERS = {"type": "log", "tickvals": [2, 8, 32, 128, 512, 2048], "title_text": "slots B"}
 
 
 def schedules(lengths: Sequence[int], slots: int) -> go.Figure:
@@ -25,7 +27,7 @@ def schedules(lengths: Sequence[int], slots: int) -> go.Figure:
         figure.add_trace(bar, row=1, col=column)
     figure.update_xaxes(title_text="decode step", range=[0, end])
     figure.update_yaxes(title_text="slot", col=1, autorange="reversed")
-    figure.update_layout(showlegend=False, height=320, width=900, bargap=0.15)
+    figure.update_layout(showlegend=False, height=300, width=900, bargap=0.15, margin=MARGIN)
     return figure
 
 
@@ -35,17 +37,19 @@ def by_slots(laws: Mapping[str, LengthDistribution], slots: Sequence[int], mark:
     for index, (name, law) in enumerate(laws.items()):
         factors = np.array([concentration.kv_concentration(law, b) for b in slots])
         line = {"width": 3, "color": _COLOURS[index % len(_COLOURS)]}
-        common = {"x": list(slots), "name": name, "line": line, "legendgroup": name}
+        common = {"x": list(slots), "name": name, "line": line, "legendgroup": name, "mode": "lines"}
         figure.add_trace(go.Scatter(y=factors, **common), row=1, col=1)
         figure.add_trace(go.Scatter(y=np.asarray(slots) / factors, showlegend=False, **common), row=1, col=2)
-    ideal = go.Scatter(x=list(slots), y=list(slots), name="refill: B", line={"color": ASYNC, "dash": "dot"})
+    ideal = go.Scatter(
+        x=list(slots), y=list(slots), name="refill: B", line={"color": ASYNC, "dash": "dot"}, mode="lines"
+    )
     figure.add_trace(ideal, row=1, col=2)
     if mark is not None:
         figure.add_vline(x=mark, line={"color": "#999999", "dash": "dash"})
-    figure.update_xaxes(type="log", title_text="slots B")
+    figure.update_xaxes(**POWERS)
     figure.update_yaxes(rangemode="tozero", row=1, col=1)
-    figure.update_yaxes(type="log", row=1, col=2)
-    figure.update_layout(height=380, width=980)
+    figure.update_yaxes(type="log", dtick=1, row=1, col=2)
+    figure.update_layout(height=350, width=900, margin=MARGIN)
     return figure
 
 
@@ -62,10 +66,12 @@ def length_bias(law: LengthDistribution, observed: Sequence[int] = (), bins: int
         ("L*, one a slot-step", concentration.length_biased(law), ASYNC),
     ):
         shares, _ = np.histogram(shown.support, edges, weights=shown.probabilities)
-        figure.add_scatter(x=_centres(edges), y=shares, name=f"{name}: mean {shown.mean:,.0f}", line_color=colour)
+        figure.add_scatter(
+            x=_centres(edges), y=shares, name=f"{name}: mean {shown.mean:,.0f}", line_color=colour, mode="lines"
+        )
     figure.update_xaxes(title_text="response length, tokens")
     figure.update_yaxes(title_text="probability")
-    figure.update_layout(height=360, width=760, bargap=0)
+    figure.update_layout(height=340, width=800, bargap=0, margin=MARGIN)
     return figure
 
 
@@ -78,22 +84,22 @@ def explore(law: LengthDistribution, slots: int, prompt_tokens: int) -> go.Figur
     titles = (
         f"C_KV = {factor:.2f} at B = {slots}",
         f"active: {occupancy:.0f} (sync), {slots} (refill)",
-        f"context: {wave:,.0f} (sync, per step), {context:,.0f} (refill)",
+        f"context: {wave:,.0f} (sync), {context:,.0f} (refill)",
     )
     figure = make_subplots(rows=1, cols=3, subplot_titles=titles)
     grid = np.unique(np.geomspace(2, 2048, 24).astype(int))
     factors = [concentration.kv_concentration(law, int(b)) for b in grid]
-    figure.add_scatter(x=grid, y=factors, line_color=ASYNC, row=1, col=1)
+    figure.add_scatter(x=grid, y=factors, line_color=ASYNC, mode="lines", row=1, col=1)
     figure.add_scatter(x=[slots], y=[factor], mode="markers", marker={"size": 11, "color": ASYNC}, row=1, col=1)
     steps, active = survivors(law, slots)
-    figure.add_scatter(x=steps, y=active, line={"color": SYNC, "shape": "hv"}, row=1, col=2)
+    figure.add_scatter(x=steps, y=active, line={"color": SYNC, "shape": "hv"}, mode="lines", row=1, col=2)
     figure.add_hline(y=slots, line={"color": ASYNC, "dash": "dot"}, row=1, col=2)
     for found in length_bias(law).data:
         figure.add_trace(found, row=1, col=3)
-    figure.update_xaxes(type="log", title_text="slots B", row=1, col=1)
+    figure.update_xaxes(**POWERS, row=1, col=1)
     figure.update_xaxes(title_text="decode step of a wave", row=1, col=2)
     figure.update_xaxes(title_text="response length, tokens", row=1, col=3)
-    figure.update_layout(showlegend=False, height=360, width=1080)
+    figure.update_layout(showlegend=False, height=330, width=1000, margin=MARGIN)
     return figure
 
 

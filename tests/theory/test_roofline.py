@@ -1,11 +1,14 @@
 """Fig. 3a and the step-cost model: the paper's nominal figures to the digit, our measured ones within a band."""
 
+import statistics
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from kv4rl.config import PRECISIONS, KVConfig
 from kv4rl.paper import PUBLISHED, REPLAY_SHAPES
+from kv4rl.results import read_rows
 from kv4rl.theory import roofline as r
 from kv4rl.theory.step_cost import Rates, StepCost
 
@@ -86,6 +89,14 @@ def test_the_cost_model_meets_the_measured_gemm_times_within_its_stated_band():
         rates = Rates(all_reduce_s=0, all_reduce_s_per_element=0)
         for batch, milliseconds in measured.items():
             assert float(StepCost(model, rates=rates)(batch, 0)) == pytest.approx(milliseconds, rel=0.20)
+
+
+def test_the_attention_rates_are_the_measured_ones():
+    arms = {"bf16": "bf16_flashinfer", "kv8": "kv8", "kv4": "kv4", "kv4rl": "kv4rl"}
+    for precision, arm in arms.items():
+        rows = read_rows("kernels.csv", arm=arm, metric="kv_bytes_per_s", model="tp2_16q4kv")
+        rate = statistics.fmean(float(row["value"]) for row in rows if "x" in row["shape"])
+        assert Rates().attention_bandwidth[precision] == pytest.approx(rate, rel=0.1)
 
 
 def test_cache_bytes_are_the_formats():
