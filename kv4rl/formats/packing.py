@@ -20,6 +20,7 @@ Codes lie in *fragment order*: lane `4g + t` of a warp finds its own tensor-core
 The same V words are operands of the 8-bit `mma.m16n8k32` with tokens in the order 2t, 2t+8, 2t+1, 2t+9.
 """
 
+import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -68,21 +69,40 @@ def _v8_order(d: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
     return shape, (4, 3, 1, 5, 0, 6, 2)  # bytes (s, g, t, j, hi, e, q)
 
 
-def _permute(codes: torch.Tensor, order) -> torch.Tensor:
-    """`[..., 16, d]` -> codes in storage order, `[..., 16 * d]`."""
-    shape, permutation = order(codes.shape[-1])
-    lead = codes.dim() - 2
-    tile = codes.reshape(*codes.shape[:-2], *shape)
-    return tile.permute(*range(lead), *(lead + axis for axis in permutation)).flatten(lead)
+def _permute_axes(x: torch.Tensor, lead: int, sizes: list[int], now: list[int], then: list[int]) -> torch.Tensor:
+    """Unflatten all but the `lead` first dimensions of `x` into axes `now`, put them in the order `then`; dense."""
+    tile = x.reshape(*x.shape[:lead], *(sizes[axis] for axis in now))
+    return tile.permute(*range(lead), *(lead + now.index(axis) for axis in then)).contiguous()
 
 
-def _unpermute(flat: torch.Tensor, order, d: int) -> torch.Tensor:
-    """Storage order, `[..., 16 * d]` -> `[..., 16, d]`."""
-    shape, permutation = order(d)
-    lead = flat.dim() - 1
-    inverse = [permutation.index(axis) for axis in range(len(shape))]
-    tile = flat.unflatten(-1, [shape[axis] for axis in permutation])
-    return tile.permute(*range(lead), *(lead + axis for axis in inverse)).reshape(*flat.shape[:-1], PAGE_TOKENS, d)
+@lru_cache
+def _axes(order, d: int, nibbles: bool) -> tuple[list[int], list[int], list[int], int | None]:
+    """(size of each axis, axes that number 4-byte words, axes inside a word, the nibble's axis), in storage order."""
+    sizes, permutation = order(d)
+    stored = list(permutation)
+    nibble = stored.pop() if nibbles else None
+    inner: list[int] = []
+    while math.prod(sizes[axis] for axis in inner) < 4:
+        inner.insert(0, stored.pop())
+    return list(sizes), stored, inner, nibble
+
+
+def _permute(tile_bytes: torch.Tensor, lead: int, order, d: int, nibbles: bool) -> torch.Tensor:
+    """Bytes `[..., 16 * d or 8 * d]` in the order of their axes -> storage order. Whole words move at once."""
+    sizes, words, inner, _ = _axes(order, d, nibbles)
+    by_word = _permute_axes(tile_bytes, lead, sizes, sorted(words + inner), sorted(words) + inner)
+    words_now = by_word.flatten(lead).view(torch.int32)
+    return _permute_axes(words_now, lead, sizes, sorted(words), words).flatten(lead).view(tile_bytes.dtype)
+
+
+def _unpermute(packed: torch.Tensor, order, d: int, nibbles: bool) -> torch.Tensor:
+    """The inverse of `_permute`: storage order -> `[..., *axes]` in the order of the axes, the nibble's left out."""
+    sizes, words, inner, _ = _axes(order, d, nibbles)
+    lead = packed.dim() - 1
+    moved = _permute_axes(packed.contiguous().view(torch.int32), lead, sizes, words, sorted(words))
+    return _permute_axes(
+        moved.flatten(lead).view(packed.dtype), lead, sizes, sorted(words) + inner, sorted(words + inner)
+    )
 
 
 def _check_codes(name: str, codes: torch.Tensor, dtype: torch.dtype) -> None:
@@ -102,12 +122,25 @@ def _bytes_head_dim(name: str, packed: torch.Tensor, bytes_per_channel: int) -> 
 
 
 def _pack4(codes: torch.Tensor, order) -> torch.Tensor:
-    pairs = _permute(codes, order).unflatten(-1, (-1, 2))
-    return pairs[..., 0] | (pairs[..., 1] << 4)
+    lead, d = codes.dim() - 2, codes.shape[-1]
+    sizes, _, _, nibble = _axes(order, d, True)
+    low, high = codes.reshape(*codes.shape[:-2], *sizes).unbind(lead + nibble)
+    return _permute(low | (high << 4), lead, order, d, True)
 
 
 def _unpack4(packed: torch.Tensor, order, d: int) -> torch.Tensor:
-    return _unpermute(torch.stack((packed & 15, packed >> 4), dim=-1).flatten(-2), order, d)
+    nibble = _axes(order, d, True)[3]
+    tile = _unpermute(packed, order, d, True)
+    codes = torch.stack((tile & 15, tile >> 4), packed.dim() - 1 + nibble)
+    return codes.reshape(*packed.shape[:-1], PAGE_TOKENS, d)
+
+
+def _pack8(codes: torch.Tensor, order) -> torch.Tensor:
+    return _permute(codes.view(torch.uint8), codes.dim() - 2, order, codes.shape[-1], False)
+
+
+def _unpack8(packed: torch.Tensor, order, d: int) -> torch.Tensor:
+    return _unpermute(packed, order, d, False).reshape(*packed.shape[:-1], PAGE_TOKENS, d).view(torch.int8)
 
 
 def pack_k4(codes: torch.Tensor) -> torch.Tensor:
@@ -135,23 +168,23 @@ def unpack_v4(packed: torch.Tensor) -> torch.Tensor:
 def pack_k8(codes: torch.Tensor) -> torch.Tensor:
     """K codes int8 `[..., 16, d]` -> bytes uint8 `[..., 16*d]`."""
     _check_codes("codes", codes, torch.int8)
-    return _permute(codes, _k8_order).view(torch.uint8)
+    return _pack8(codes, _k8_order)
 
 
 def unpack_k8(packed: torch.Tensor) -> torch.Tensor:
     """Bytes uint8 `[..., 16*d]` -> K codes int8 `[..., 16, d]`."""
-    return _unpermute(packed, _k8_order, _bytes_head_dim("packed", packed, 16)).view(torch.int8)
+    return _unpack8(packed, _k8_order, _bytes_head_dim("packed", packed, 16))
 
 
 def pack_v8(codes: torch.Tensor) -> torch.Tensor:
     """V codes int8 `[..., 16, d]` -> bytes uint8 `[..., 16*d]`."""
     _check_codes("codes", codes, torch.int8)
-    return _permute(codes, _v8_order).view(torch.uint8)
+    return _pack8(codes, _v8_order)
 
 
 def unpack_v8(packed: torch.Tensor) -> torch.Tensor:
     """Bytes uint8 `[..., 16*d]` -> V codes int8 `[..., 16, d]`."""
-    return _unpermute(packed, _v8_order, _bytes_head_dim("packed", packed, 16)).view(torch.int8)
+    return _unpack8(packed, _v8_order, _bytes_head_dim("packed", packed, 16))
 
 
 # --- where one code lives: for writes of single tokens ------------------------------------------------------------
@@ -160,7 +193,9 @@ def unpack_v8(packed: torch.Tensor) -> torch.Tensor:
 def _storage_positions(order, head_dim: int) -> torch.Tensor:
     """int64 `[16, d]`: the place of each (token, channel) in storage order."""
     require(head_dim in HEAD_DIMS, "head_dim", head_dim, f"one of {HEAD_DIMS}")
-    return _unpermute(torch.arange(PAGE_TOKENS * head_dim), order, head_dim).contiguous()
+    shape, permutation = order(head_dim)
+    place = torch.arange(PAGE_TOKENS * head_dim).reshape([shape[axis] for axis in permutation])
+    return place.permute([permutation.index(axis) for axis in range(len(shape))]).reshape(PAGE_TOKENS, head_dim)
 
 
 def _nibble_index(order, head_dim: int) -> tuple[torch.Tensor, torch.Tensor]:
