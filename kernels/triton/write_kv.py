@@ -11,16 +11,20 @@ EXTREME = tl.constexpr(1e38)
 
 
 @triton.jit
+def butterfly(y, STRIDE: tl.constexpr, D: tl.constexpr):
+    """(a + b, a - b) of elements STRIDE apart."""
+    pairs = tl.permute(tl.reshape(y, [D // (2 * STRIDE), 2, STRIDE]), [0, 2, 1])
+    upper, lower = tl.split(pairs)
+    return tl.reshape(tl.permute(tl.join(upper + lower, upper - lower), [0, 2, 1]), [D])
+
+
+@triton.jit
 def rotate(x, D: tl.constexpr):
     """x H / sqrt(D) by butterflies, largest stride first (formats/hadamard.py)."""
-    half: tl.constexpr = D // 2
     y = x
-    for stage in tl.static_range(12):
-        stride: tl.constexpr = half >> stage
-        if stride > 0:
-            pairs = tl.permute(tl.reshape(y, [D // (2 * stride), 2, stride]), [0, 2, 1])
-            upper, lower = tl.split(pairs)
-            y = tl.reshape(tl.permute(tl.join(upper + lower, upper - lower), [0, 2, 1]), [D])
+    for stage in tl.static_range(1, 9):  # head_dim up to 256
+        if D >> stage > 0:
+            y = butterfly(y, D >> stage, D)
     norm: tl.constexpr = D**-0.5
     return y * norm
 
