@@ -26,7 +26,7 @@ _MINI = TrainConfig(
     model="mini-qwen3",
     tasks="mini",
     output_dir="runs/mini",
-    updates=40,
+    updates=30,
     evaluate_prompts=64,
     evaluate_samples=4,
     checkpoint_every=5,
@@ -41,7 +41,7 @@ _MINI = TrainConfig(
         workspace_tokens=8192,
         cache_pages=4096,
     ),
-    grpo=GRPOConfig(learning_rate=1e-4, warmup_updates=2, microbatch_tokens=2048),
+    grpo=GRPOConfig(learning_rate=3e-4, warmup_updates=2, microbatch_tokens=2048),
 )
 
 PRESETS: dict[str, TrainConfig] = {
