@@ -95,11 +95,12 @@ def choose_backend(name: str, device: torch.device | str) -> Backend:
         try:
             return FACTORIES[candidate](device)
         except BackendUnavailable as reason:
-            _explain(f"KV cache backend {candidate!r} is off: {reason}")
+            explain(f"KV cache backend {candidate!r} is off: {reason}")
     raise BackendUnavailable(f"no KV cache backend runs on {device}")
 
 
-def _explain(message: str) -> None:
+def explain(message: str) -> None:
+    """Warn once a process why a faster path is off."""
     if message not in _explained:
         _explained.add(message)
         warnings.warn(message, RuntimeWarning, stacklevel=3)

@@ -12,7 +12,8 @@ from functools import lru_cache
 import torch
 
 from kv4rl.attention import jit
-from kv4rl.attention.backends import BackendUnavailable, ReferenceBackend
+from kv4rl.attention.backends import BackendUnavailable, ReferenceBackend, explain
+from kv4rl.attention.triton import TritonBackend
 from kv4rl.config import require
 from kv4rl.formats.packing import chunk_bytes
 
@@ -70,6 +71,12 @@ def _stream() -> ctypes.c_void_p:
 def _require_dense_heads(name: str, x: torch.Tensor) -> None:
     dense = x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]
     require(dense, f"{name}.stride", tuple(x.stride()), "heads and channels dense: (any, head_dim, 1)")
+
+
+def _require_dense(name: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    right = x.is_cuda and x.is_contiguous() and x.dtype == dtype and tuple(x.shape) == shape
+    found = f"{x.dtype} {tuple(x.shape)} on {x.device}, strides {tuple(x.stride())}"
+    require(right, name, found, f"{dtype} {shape} on CUDA, contiguous")
 
 
 def write_kv(cache, layer: int, q, k, v, where) -> torch.Tensor | None:
@@ -233,6 +240,11 @@ class DecodePlan:
         """Attention of the planned batch in one layer: out [rows, query_heads, d]; lse FP32 [rows, query_heads]."""
         cache, table = self.cache, self.batch.page_table
         require(table.stride(1) == 1, "page_table.stride", table.stride(), "a dense last dimension")
+        heads = (len(table), cache.shape.query_heads)
+        _require_dense("prepared", prepared, torch.uint8, (*heads, prepared.shape[-1]))
+        _require_dense("out", out, out.dtype, (*heads, cache.shape.head_dim))
+        if lse is not None:
+            _require_dense("lse", lse, torch.float32, heads)
         arguments = DecodeArguments(
             query=prepared.data_ptr(),
             pages=cache.main.storage[layer].data_ptr(),
@@ -271,8 +283,12 @@ class CudaBackend:
         write_kv(cache, layer, None, k, v, where)
 
     def decode(self, cache, layer, q, batch, return_lse=False):
-        if cache.kv.precision == "bf16" and q.dtype == torch.float32:  # tensor cores would round FP32 elements
+        if cache.kv.precision == "bf16" and q.dtype == torch.float32:
+            explain("decode of FP32 pages runs on the reference: the tensor cores take 16-bit elements")
             return ReferenceBackend().decode(cache, layer, q, batch, return_lse)
+        if cache.kv.probability_operand == "u8":
+            explain("decode with 8-bit probabilities runs on the Triton kernels: the CUDA kernels use FP16")
+            return TritonBackend().decode(cache, layer, q, batch, return_lse)
         prepared = write_kv(cache, layer, q, None, None, None)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None

@@ -2,7 +2,7 @@
 
 One process, one device, one TP2 or TP1 shard of Qwen3. `ms_per_layer` is the attention launch over prepared queries;
 `write_kv` (rotation, quantisation, packing of q, k, v) is its own row. Speedups are to FlashInfer's fa2 tensor-core
-decode (the paper's baseline, §A.2) where it is installed, else to our own BF16 decode, which the arm's name says.
+decode, the paper's baseline (§A.2).
 """
 
 import argparse
@@ -16,11 +16,13 @@ from kv4rl.bench.timing import copy_bytes_per_s, graph_ms, layers_beyond_cache
 from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.config import KVConfig
+from kv4rl.formats.packing import chunk_bytes
 from kv4rl.paper import REPLAY_SHAPES
 from kv4rl.results import result_row, write_rows
 
 SHARDS = {"tp2_16q4kv": (16, 4), "tp1_32q8kv": (32, 8)}  # query heads, KV heads; head_dim 128
 HEAD_DIM = 128
+BASELINE = "bf16_flashinfer"
 ARMS = ("kv8", "kv4", "kv4rl")
 FILE = "kernels.csv"
 
@@ -73,8 +75,8 @@ class OurDecode:
         self.batch, pages = layout(workload.lengths, self.generator)
         rows = len(workload.lengths)
         kv = KVConfig(precision)
-        per_layer = pages * heads[1] * (4160 if precision == "kv8" else 2176)
-        self.layers = layers_beyond_cache(per_layer)
+        chunk = chunk_bytes(precision, HEAD_DIM, torch.bfloat16)
+        self.layers = layers_beyond_cache(pages * heads[1] * chunk)
         shape = CacheShape(self.layers, *heads, HEAD_DIM, torch.bfloat16)
         self.cache = KVCache(kv, shape, num_pages=pages, num_slots=rows, device="cuda", backend="cuda")
         self._fill(workload)
@@ -182,7 +184,7 @@ def measure(workload: Workload, shard: str, arms) -> dict[str, tuple[float, int]
 
 
 def _make(arm: str, workload: Workload, heads: tuple[int, int]):
-    if arm == "bf16_flashinfer":
+    if arm == BASELINE:
         return FlashInferDecode(workload, heads)
     if arm == "fp8_flashinfer":
         return FlashInferDecode(workload, heads, torch.float8_e4m3fn)
@@ -192,7 +194,7 @@ def _make(arm: str, workload: Workload, heads: tuple[int, int]):
 def rows_of(workload: Workload, shard: str, found: dict) -> list[dict]:
     """CSV rows of one workload."""
     rows = []
-    base = found.get("bf16_flashinfer")
+    base = found.get(BASELINE)
     for arm, (ms, size) in found.items():
         about = {"experiment": "kernels", "arm": arm, "model": shard, "shape": workload.name, "n": 15}
         rows.append(result_row(**about, metric="ms_per_layer", unit="ms", value=ms))
@@ -204,7 +206,7 @@ def rows_of(workload: Workload, shard: str, found: dict) -> list[dict]:
 
 def line_of(workload: Workload, shard: str, found: dict, copy_rate: float) -> str:
     cells = []
-    base = found.get("bf16_flashinfer", (0.0, 0))[0]
+    base = found.get(BASELINE, (0.0, 0))[0]
     for arm, (ms, size) in found.items():
         rate = size / ms * 1e3
         cells.append(f"{arm} {ms * 1e3:7.1f} us {rate / 1e12:.2f} TB/s {rate / copy_rate:4.0%} {base / ms:5.2f}x")
@@ -215,7 +217,7 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kv4rl.bench kernels", description=__doc__)
     parser.add_argument("--workloads", default="all", choices=("all", "table", "ragged", "small", "quick"))
     parser.add_argument("--shards", nargs="+", default=["tp2_16q4kv"], choices=tuple(SHARDS))
-    parser.add_argument("--arms", nargs="+", default=["bf16_flashinfer", *ARMS])
+    parser.add_argument("--arms", nargs="+", default=[BASELINE, *ARMS], help="also: fp8_flashinfer, bf16 (ours)")
     parser.add_argument("--out", default=FILE, help="CSV under data/results, or a path")
     options = parser.parse_args(arguments)
 
@@ -229,7 +231,7 @@ def main(arguments: list[str] | None = None) -> None:
             rows += rows_of(workload, shard, found)
             path = write_rows(options.out, rows)  # at once: a run cut short keeps what it measured
             for arm, (ms, _) in found.items():
-                speedup = found.get("bf16_flashinfer", (0.0, 0))[0] / ms
+                speedup = found.get(BASELINE, (0.0, 0))[0] / ms
                 worst[arm] = min(worst.get(arm, speedup), speedup)
         for tokens in (64, 640):
             us = write_us(tokens, SHARDS[shard])

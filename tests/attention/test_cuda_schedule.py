@@ -1,0 +1,90 @@
+"""kernels/cuda/schedule.cuh on the host: what a request is divided into, for every length and width."""
+
+import ctypes
+import itertools
+import subprocess
+
+import pytest
+
+from kv4rl.attention import cuda, jit
+from kv4rl.attention.backends import BackendUnavailable
+from kv4rl.attention.regions import regions, side_entry
+
+HOST = """
+#include "schedule.cuh"
+using namespace kv4rl;
+extern "C" void tiles(int n, int s, int w, int* out) {
+  Tiles t = tiles_of(n, s, w);
+  int const all[6] = {t.side, t.first_page, t.pages, t.begin, t.end, t.weight()};
+  for (int i = 0; i < 6; ++i) out[i] = all[i];
+}
+extern "C" int chunks(int n, int s, int w, int weight, int* starts) {
+  Tiles t = tiles_of(n, s, w);
+  int const k = chunk_count(t, weight);
+  for (int i = 0; i <= k; ++i) starts[i] = chunk_start(t, i, k);
+  return k;
+}
+"""
+WIDTHS = [(0, 0), (16, 128), (0, 128), (16, 0), (4, 20), (33, 7), (1, 1)]
+LENGTHS = [*range(0, 400), 1023, 1024, 1025, 3071, 3072, 3073, 20000, 131072]
+
+
+@pytest.fixture(scope="module")
+def schedule(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("schedule")
+    (directory / "host.cu").write_text(HOST)
+    try:
+        nvcc = jit.compiler()
+    except BackendUnavailable as reason:
+        pytest.skip(str(reason))
+    library = directory / "host.so"
+    extra = ("-shared", "-Xcompiler", "-fPIC", f"-I{jit.sources()}")
+    command = jit.compile_command(nvcc, directory / "host.cu", library, {}, *extra)
+    subprocess.run(command, check=True, capture_output=True)
+    return ctypes.CDLL(str(library))
+
+
+def tiles(schedule, n, s, w):
+    out = (ctypes.c_int * 6)()
+    schedule.tiles(n, s, w, out)
+    return dict(zip(("side", "first_page", "pages", "begin", "end", "weight"), out, strict=True))
+
+
+@pytest.mark.parametrize(("s", "w"), WIDTHS)
+def test_every_position_is_read_exactly_once(schedule, s, w):
+    for n in LENGTHS[:400]:
+        t = tiles(schedule, n, s, w)
+        assert (t["begin"], t["end"]) == regions(n, s, w).main
+        pages = range(t["first_page"], t["first_page"] + t["pages"])
+        in_main = [p for page in pages for p in range(16 * page, 16 * page + 16) if t["begin"] <= p < t["end"]]
+        valid_entries = set(range(min(n, s + w)))
+        assert t["side"] == -(-len(valid_entries) // 16)
+        protected = [p for p in range(n) if not t["begin"] <= p < t["end"]]
+        assert {side_entry(p, s, w) for p in protected} == valid_entries
+        assert sorted(in_main + protected) == list(range(n))
+
+
+@pytest.mark.parametrize(("s", "w"), WIDTHS)
+@pytest.mark.parametrize("weight", [4, 64, 192])
+def test_chunks_cover_all_tiles_in_order_and_evenly(schedule, s, w, weight):
+    starts = (ctypes.c_int * (cuda.MAX_CHUNKS + 1))()
+    for n in LENGTHS:
+        k = schedule.chunks(n, s, w, weight, starts)
+        t = tiles(schedule, n, s, w)
+        bounds = list(starts)[: k + 1]
+        assert 1 <= k <= cuda.MAX_CHUNKS
+        assert (bounds[0], bounds[-1]) == (0, t["side"] + t["pages"])
+        assert bounds == sorted(bounds)
+
+        def cost(a, b, side=t["side"]):
+            return 2 * (min(b, side) - min(a, side)) + max(b, side) - max(a, side)
+
+        parts = [cost(a, b) for a, b in itertools.pairwise(bounds)]
+        assert sum(parts) == t["weight"]
+        assert max(parts) - min(parts) <= 3
+
+
+def test_a_short_context_is_one_chunk(schedule):
+    starts = (ctypes.c_int * (cuda.MAX_CHUNKS + 1))()
+    assert schedule.chunks(16 * cuda.CHUNK_WEIGHT, 0, 0, cuda.CHUNK_WEIGHT, starts) == 1
+    assert schedule.chunks(16 * cuda.CHUNK_WEIGHT + 1, 0, 0, cuda.CHUNK_WEIGHT, starts) == 2
