@@ -1,0 +1,87 @@
+"""The simulator against the real engine: a model decides the lengths, then the simulator replays them, step by step."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import Qwen3Config
+
+from kv4rl.config import KVConfig, RolloutConfig
+from kv4rl.engine.engine import RolloutEngine
+from kv4rl.model.decoder import Decoder, DecoderConfig
+from kv4rl.rollout.group import ListStream, Prompt
+from kv4rl.rollout.partial import PartialCollector
+from kv4rl.rollout.skipping import SkippingEngine
+from kv4rl.rollout.sync import SyncCollector
+from kv4rl.rollout.trace import COLUMNS, Trace
+
+EOS, VOCABULARY, CAP = 3, 12, 40
+COLLECTORS = {"partial": PartialCollector, "sync": SyncCollector}
+
+
+@pytest.fixture(scope="module")
+def decoder():
+    """One layer and twelve tokens: a random policy that ends a response at about every twelfth."""
+    config = Qwen3Config(
+        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=64, max_position_embeddings=128, tie_word_embeddings=False,
+    )  # fmt: skip
+    return Decoder.random(DecoderConfig.from_hf(config), seed=0)
+
+
+@st.composite
+def configs(draw):
+    slots = draw(st.integers(1, 5))
+    return RolloutConfig(
+        collector=draw(st.sampled_from(sorted(COLLECTORS))),
+        groups_per_update=draw(st.integers(1, 2)),
+        responses_per_group=draw(st.integers(1, 3)),
+        age_limit=draw(st.integers(1, 3)),
+        max_prompt_tokens=20,
+        max_response_tokens=CAP,
+        max_active_requests=slots,
+        step_tokens=slots + draw(st.integers(0, 30)),
+        workspace_tokens=60 + draw(st.integers(0, 60)),
+        cache_pages=4 + draw(st.integers(0, 8)),
+        seed=draw(st.integers(0, 1000)),
+    )
+
+
+def run(engine, config, trace):
+    stream = ListStream([Prompt(f"p{i}", [4 + i % 8] * (1 + 7 * i % 20), "") for i in range(40)])
+    collector = COLLECTORS[config.collector](
+        engine, stream, config, grade=None, eos_token_ids=(EOS,), trace=trace if type(engine) is RolloutEngine else None
+    )
+    groups = [*collector.collect().groups, *collector.collect().groups, *collector.pool]
+    return {(r.prompt_id, r.sibling): r for group in groups for r in group.requests}
+
+
+@pytest.mark.slow
+def test_the_simulator_replays_the_engine_step_by_step(decoder):
+    @settings(deadline=None, max_examples=200)
+    @given(configs())
+    def check(config):
+        measured, simulated = Trace(), Trace()
+        engine = RolloutEngine(decoder, KVConfig("bf16"), config, eos_token_ids=(EOS,), backend="reference")
+        responses = run(engine, config, measured)
+        # What had not ended when the collections did ends later: any longer length gives the same steps.
+        lengths = {key: len(r.tokens) if r.finish_reason == "eos" else CAP + 1 for key, r in responses.items()}
+        twin = SkippingEngine(
+            lambda request: lengths[request.prompt_id, request.sibling],
+            slots=config.max_active_requests,
+            pages=config.cache_pages,
+            step_tokens=config.step_tokens,
+            workspace_tokens=config.workspace_tokens,
+            max_prompt_tokens=config.max_prompt_tokens,
+            bytes_per_page=engine.bytes_per_page,
+            trace=simulated,
+        )
+        replayed = run(twin, config, simulated)
+        for name in (name for name in COLUMNS if name != "step_ms"):
+            assert measured.column(name).tolist() == simulated.column(name).tolist(), name
+        for key, response in responses.items():
+            assert (len(response.tokens), response.finish_reason) == (
+                len(replayed[key].tokens),
+                replayed[key].finish_reason,
+            )
+
+    check()
