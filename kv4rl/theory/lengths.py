@@ -62,7 +62,7 @@ class LengthDistribution:
     def survival(self) -> np.ndarray:
         """Pr(L > support[i]), float64 [n], summed from the tail so that small values keep their digits."""
         tail = np.cumsum(self.probabilities[::-1])[::-1]
-        return np.append(tail[1:], 0.0)
+        return np.minimum(np.append(tail[1:], 0.0), 1.0)  # a long sum may round to just above one
 
     @functools.cached_property
     def cdf(self) -> np.ndarray:

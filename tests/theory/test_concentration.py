@@ -84,6 +84,13 @@ def test_the_expected_maximum_keeps_its_digits_for_rare_long_responses():
     assert c.expected_max(law, 1000) == pytest.approx(1 + 999 * 1e-9, rel=1e-14)
 
 
+def test_a_tail_that_rounds_to_more_than_one_still_has_a_maximum():
+    body = LengthDistribution.lognormal(1395, 0.731, cap=16384)
+    law = LengthDistribution.mixture([body, LengthDistribution.deterministic(16384)], [0.9893, 0.0107])
+    never_capped = (1 - law.probabilities[-1]) ** 512
+    assert (1 - never_capped) * 16384 < c.expected_max(law, 512) <= 16384
+
+
 @settings(deadline=None, max_examples=60)
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(1, 40)), min_size=1, max_size=6))
 def test_variable_prompts_equal_the_ratio_of_work_to_length(pairs):
