@@ -24,7 +24,7 @@ STEPS = (
     ("greedy outputs equal transformers'", "kv4rl.bench.parity --model mini-qwen3 --prompts 64"),
     ("sampler KL of the four caches, SmolLM2", "kv4rl.fidelity --model smollm2-135m --preset loop"),
     ("sampler KL of the four caches, mini model", "kv4rl.fidelity --model mini-qwen3 --preset loop"),
-    ("GRPO on the mini model, KV4-RL rollout", "kv4rl.train --preset mini --output_dir runs/replicate/train --record"),
+    ("GRPO on the mini model, KV4-RL rollout", "kv4rl.train_rows --preset mini"),
 )
 
 

@@ -1,16 +1,29 @@
 """A training run as rows of `data/results/train.csv`, and the curves read back from them.
 
+`python -m kv4rl.train_rows --preset mini --kv.precision kv4rl` trains (or resumes, or finds finished) the run those
+flags describe, judges the last policy with the common unquantised evaluator and writes the rows.
+
 Rewards at the ends of a run are means over `FIRST` and `LAST` updates: one update has 64 responses at the mini preset,
 so a single one moves by a few hundredths from sampling alone.
 """
 
 import re
 from collections.abc import Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
-from kv4rl.config import PRECISIONS, TrainConfig, require
+import torch
+
+from kv4rl.config import PRECISIONS, KVConfig, TrainConfig, require
+from kv4rl.engine.engine import RolloutEngine
+from kv4rl.evaluation.evaluate import PAPER_SAMPLING, evaluate
+from kv4rl.model.weights import eos_token_ids, load_decoder, load_tokenizer
+from kv4rl.presets import parse_config
 from kv4rl.results import RESULTS, latest, read_rows, result_row, write_rows
+from kv4rl.rewards.grader import Grader
+from kv4rl.tasks.stream import MiniStream
+from kv4rl.train import train
 
 FIRST, LAST = 3, 5
 FILE = "train.csv"
@@ -92,3 +105,38 @@ def summary(*, model: str = "mini-qwen3", directory: Path = RESULTS) -> list[dic
         values = {name: f"{float(row['value']):.3g}" for name, row in cells.items()}
         lines.append({"precision": precision, **values, "hardware": cells["reward_last"]["hardware"]})
     return lines
+
+
+def judge(model_dir: Path, config: TrainConfig, *, prompts: int = 128, samples: int = 4) -> dict[str, float]:
+    """Accuracy (avg@k) of a mini-task policy on held-out problems through the unquantised cache (§B.2).
+
+    The same problems and the same noise for every policy, so that precisions compare in pairs. Returns `value`, its
+    95 % interval over problems and `n` samples.
+    """
+    require(config.tasks == "mini", "tasks", config.tasks, '"mini": rows of other tasks are not defined')
+    device = "cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu"
+    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    tokenizer = load_tokenizer(model_dir)
+    stream = MiniStream(config.seed, split="evaluation", tokenizer=tokenizer)
+    decoder = load_decoder(model_dir, dtype=dtype, device=device)
+    engine = RolloutEngine(decoder, KVConfig("bf16"), config.rollout, eos_token_ids=eos_token_ids(model_dir))
+    sampling = replace(PAPER_SAMPLING, seed=config.seed, max_response_tokens=config.rollout.max_response_tokens)
+    with Grader() as grader:
+        problems = [stream.next() for _ in range(prompts)]
+        result = evaluate(engine, tokenizer, problems, samples=samples, sampling=sampling, grader=grader)
+    return result.accuracy(config.reading)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Train as the flags say, judge, write rows, print them."""
+    config = parse_config(arguments, program="kv4rl.train_rows")
+    result = train(config, report=print)
+    accuracy = judge(result.model_dir, config)
+    path = record_run(config, [line for line in result.metrics if line["update"] > 0], accuracy)
+    for line in summary(model=Path(config.model).name):
+        print("  ".join(f"{name} {value}" for name, value in line.items()))
+    print(f"rows in {path}")
+
+
+if __name__ == "__main__":
+    main()

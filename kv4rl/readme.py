@@ -1,0 +1,67 @@
+"""`python -m kv4rl.readme`: rewrites the README's tables from the notebooks' metadata and data/results.
+
+A block between `<!-- NAME -->` and `<!-- /NAME -->` is made by the function of that name here; a test asserts that the
+committed README is what this writes, so no figure in it can drift from its row.
+"""
+
+import json
+import re
+from pathlib import Path
+
+from kv4rl.compare import ABSENT, compare
+from kv4rl.results import REPOSITORY
+from kv4rl.train_rows import summary
+
+README = REPOSITORY / "README.md"
+
+
+def notebooks(directory: Path = REPOSITORY / "notebooks") -> str:
+    """One row a notebook: title, the question it answers, paper, hardware, minutes, what it shows."""
+    lines = ["| notebook | question | paper | hardware | minutes (CPU) | you will have shown |", "|" + "---|" * 6]
+    for path in sorted(directory.glob("*.ipynb")):
+        notebook = json.loads(path.read_text())
+        meta = notebook["metadata"]["kv4rl"]
+        title = "".join(notebook["cells"][0]["source"]).split("\n")[0].removeprefix("# ")
+        cells = (
+            f"[{title}](notebooks/{path.name})", meta["question"], ", ".join(meta["paper"]), meta["requires"].upper(),
+            f"{meta['minutes_cpu']:g}", meta["shows"],
+        )  # fmt: skip
+        lines.append("| " + " | ".join(cells) + " |")
+    return "\n".join(lines)
+
+
+def results() -> str:
+    """Paper beside measured: only what has a row."""
+    columns = ("quantity", "place", "paper", "ours", "scope", "hardware", "remark")
+    rows = [row for row in compare() if row["ours"] != ABSENT]
+    return _table(rows, columns)
+
+
+def training() -> str:
+    """The mini model's runs, one row a precision."""
+    rows = summary()
+    return _table(rows, tuple(rows[0]) if rows else ())
+
+
+def _table(rows: list[dict], columns: tuple[str, ...]) -> str:
+    if not rows:
+        return "*No rows yet.*"
+    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
+    return "\n".join(lines + ["| " + " | ".join(row[name] for name in columns) + " |" for row in rows])
+
+
+BLOCKS = {"notebooks": notebooks, "results": results, "training": training}
+
+
+def rewrite(text: str) -> str:
+    """`text` with every block made anew. Raises ValueError for a block without its end or without a function."""
+    for name in re.findall(r"<!-- (\w+) -->", text):
+        if name not in BLOCKS or f"<!-- /{name} -->" not in text:
+            raise ValueError(f"block {name!r}: expected one of {', '.join(BLOCKS)}, closed by <!-- /{name} -->")
+        block = f"<!-- {name} -->\n{BLOCKS[name]()}\n<!-- /{name} -->"
+        text = re.sub(f"<!-- {name} -->.*?<!-- /{name} -->", lambda _, block=block: block, text, flags=re.DOTALL)
+    return text
+
+
+if __name__ == "__main__":
+    README.write_text(rewrite(README.read_text()))

@@ -1,0 +1,28 @@
+"""The README's tables are made from rows and notebooks: what is committed is what `python -m kv4rl.readme` writes."""
+
+import re
+
+import pytest
+
+from kv4rl import readme
+from kv4rl.results import REPOSITORY
+
+TEXT = readme.README.read_text()
+
+
+def test_tables_are_what_the_rows_say():
+    assert readme.rewrite(TEXT) == TEXT
+
+
+def test_a_block_without_its_end_is_refused():
+    with pytest.raises(ValueError, match="'results'"):
+        readme.rewrite("<!-- results -->\n")
+
+
+def test_relative_links_and_pictures_exist():
+    targets = re.findall(r"\]\(((?!https?:|#)[^)\s]+)\)", TEXT) + re.findall(r'src="((?!http)[^"]+)"', TEXT)
+    assert targets and [target for target in targets if not (REPOSITORY / target).exists()] == []
+
+
+def test_it_stays_within_200_lines():
+    assert len(TEXT.splitlines()) <= 200
