@@ -40,8 +40,8 @@ class Preset:
 
 
 PRESETS = {
-    "4b": Preset(prompts=32, shots=0, max_response_tokens=320, min_steps=20),  # Fig. 4b: 32 responses, 256 states
-    "loop": Preset(prompts=12, shots=3, max_response_tokens=64, min_steps=32),  # contexts of 300 tokens and more
+    "4b": Preset(prompts=32, shots=0, max_response_tokens=256, min_steps=20),  # Fig. 4b: 32 responses, 256 states
+    "loop": Preset(prompts=8, shots=3, max_response_tokens=64, min_steps=32),  # contexts of 300 tokens and more
 }
 
 

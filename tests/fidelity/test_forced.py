@@ -1,5 +1,7 @@
 """Teacher forcing through the deployed decode path: equal to a full forward pass, and to what the engine recorded."""
 
+import json
+
 import numpy as np
 import pytest
 import torch
@@ -9,12 +11,21 @@ from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.sampler import Sampling
 from kv4rl.fidelity.__main__ import bits_per_element, main
 from kv4rl.fidelity.control import repeat_in_new_process
-from kv4rl.fidelity.corpus import History, load_histories, mini_prompts, sample_histories, save_histories, text_prompts
+from kv4rl.fidelity.corpus import (
+    PROMPTS_FILE,
+    History,
+    load_histories,
+    mini_prompts,
+    sample_histories,
+    save_histories,
+    text_prompts,
+)
 from kv4rl.fidelity.forced import forced_logits, prefill
 from kv4rl.fidelity.measure import make_arm, measure_kl
 from kv4rl.model.attend import PackedCausal
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.weights import save_decoder
+from kv4rl.rewards.boxes import last_box
 from kv4rl.tasks.tokenizer import build_tokenizer
 
 
@@ -131,7 +142,7 @@ def test_the_command_prints_a_table_and_makes_rows(tiny_decoder, tmp_path, capsy
     rows = main(["--model", str(tmp_path), "--precisions", "kv8", "kv4", "--preset", "loop", "--no-rows"])
     by_key = {(row["arm"], row["metric"]): row for row in rows}
     assert by_key["bf16", "control_kl"]["value"] == 0.0
-    assert by_key["kv4", "sampler_kl"]["shape"] == "loop" and by_key["kv4", "sampler_kl"]["n"] == 96
+    assert by_key["kv4", "sampler_kl"]["shape"] == "loop" and by_key["kv4", "sampler_kl"]["n"] == 64
     reduction = by_key["kv8", "kl_reduction_vs_kv4"]
     ratio = by_key["kv4", "sampler_kl"]["value"] / by_key["kv8", "sampler_kl"]["value"]
     assert np.isclose(reduction["value"], ratio) and reduction["low"] <= ratio <= reduction["high"]
@@ -143,3 +154,9 @@ def test_the_command_prints_a_table_and_makes_rows(tiny_decoder, tmp_path, capsy
 def test_the_command_refuses_unknown_precisions(tmp_path, words, field):
     with pytest.raises(ValueError, match=field):
         main(["--model", str(tmp_path), "--precisions", *words, "--no-rows"])
+
+
+def test_the_shipped_prompts_are_thirty_two_solved_questions():
+    lines = [json.loads(line) for line in PROMPTS_FILE.read_text().splitlines()]
+    assert len(lines) == len({line["prompt_id"] for line in lines}) == len({line["question"] for line in lines}) == 32
+    assert all(last_box(line["solution"]) for line in lines)
