@@ -10,6 +10,7 @@
 #include "layout.cuh"
 #include "schedule.cuh"
 #include "softmax.cuh"
+#include "synchronise.cuh"
 
 namespace kv4rl {
 

@@ -16,7 +16,7 @@ __device__ __forceinline__ void decode(DecodeArguments const& a) {
       barrier_init(address + C::full + 8 * i, 1), barrier_init(address + C::empty + 8 * i, C::W);
     for (int i = 0; i < kItemsAhead; ++i)
       barrier_init(address + C::item_full + 8 * i, 1), barrier_init(address + C::item_empty + 8 * i, C::W);
-    asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+    barriers_ready();
   }
   __syncthreads();
   int const warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0), lane = lane_index();

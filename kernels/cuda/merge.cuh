@@ -7,13 +7,6 @@
 
 namespace kv4rl {
 
-constexpr int kConsumerBarrier = 1;
-
-template <int W>
-__device__ __forceinline__ void consumers_sync() {
-  asm volatile("bar.sync %0, %1;" ::"n"(kConsumerBarrier), "n"(W * kWarp) : "memory");
-}
-
 // Four channels of one head.
 struct Share {
   float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
@@ -66,13 +59,6 @@ __device__ __forceinline__ void store_output(DecodeArguments const& a, int64_t r
   }
   if (channel == 0 && a.lse != nullptr)
     a.lse[row] = share.total == 0.0f ? -INFINITY : (share.top + log2f(share.total)) * kLn2;
-}
-
-// One arrival that publishes what this block's threads wrote before its barrier, and shows what others published.
-__device__ __forceinline__ int arrive(int* counter) {
-  int before;
-  asm volatile("atom.add.acq_rel.gpu.global.s32 %0, [%1], 1;" : "=r"(before) : "l"(counter) : "memory");
-  return before;
 }
 
 template <class C>
@@ -137,10 +123,10 @@ template <class C>
 __device__ __forceinline__ void Consumer<C>::finish(Item const& work) {
   write_share();
   note_arrival();
-  consumers_sync<W>();
+  named_barrier<W * kWarp>();
   merge_warps(work);
   merge_deferred();
-  consumers_sync<W>();  // the shares are free again, and all of this chunk is written
+  named_barrier<W * kWarp>();  // the shares are free again, and all of this chunk is written
   waiting = work.unit.chunks > 1;
   if (waiting && warp == 0 && lane == 0) {
     reinterpret_cast<Deferred*>(base + C::deferred)->item = work;
@@ -163,7 +149,7 @@ __device__ __forceinline__ void Consumer<C>::merge_deferred() {
 template <class C>
 __device__ __forceinline__ void Consumer<C>::finish_all() {
   note_arrival();
-  consumers_sync<W>();
+  named_barrier<W * kWarp>();
   merge_deferred();
 }
 
