@@ -41,7 +41,32 @@ def _kl_reduction(published: str, model: str) -> Comparison:
     )
 
 
+TRACE_RATIOS = {
+    "active_batch_ratio": "active batch, partial over synchronous",
+    "fewer_decode_calls": "decode calls per interval, synchronous over partial",
+    "resident_kv_ratio": "resident KV, partial over synchronous",
+    "step_latency_ratio": "decode step, partial over synchronous",
+    "decode_throughput_ratio": "decode throughput, partial over synchronous",
+}
+
+
+def _trace(checkpoint: str, metric: str) -> Comparison:
+    where = {"experiment": "traces", "arm": "partial_over_sync", "shape": checkpoint, "metric": metric}
+    quantity, remark = f"{TRACE_RATIOS[metric]}, {checkpoint}", "real scheduler, lengths fitted to Table A3"
+    return Comparison(f"trace/{checkpoint.lower()}/{metric}", quantity, "rollout.csv", where, remark)
+
+
+def _resident(arm: str, published: str) -> Comparison:
+    where = {"experiment": "traces", "arm": arm, "shape": "8B-400", "metric": "resident_kv_gb"}
+    remark = "real scheduler, lengths fitted to Table A3"
+    return Comparison(published, f"resident KV at 8B-400, {arm}", "rollout.csv", where, remark)
+
+
 COMPARISONS = (
+    *(_trace("4B-300", metric) for metric in TRACE_RATIOS),
+    _trace("8B-400", "decode_throughput_ratio"),
+    _resident("partial", "trace/8b-400/active_kv_async"),
+    _resident("sync", "trace/8b-400/active_kv_sync"),
     _bits("group128", "kv4"),
     _kl_reduction("fidelity/4b/kl_reduction_16_128", "smollm2-135m"),
     _kl_reduction("fidelity/4b/kl_reduction_16_128", "mini-qwen3"),
