@@ -88,11 +88,6 @@ class PromptGroup:
         first = self.first_version
         return 0 if first is None else policy_version - first
 
-    @property
-    def response_tokens(self) -> int:
-        """Tokens sampled so far, over all siblings."""
-        return sum(len(request.tokens) for request in self.requests)
-
     def to_state(self) -> dict:
         """Plain data for a checkpoint."""
         return {

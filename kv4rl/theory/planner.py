@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from kv4rl.config import PAGE_TOKENS, KVConfig, require
 from kv4rl.theory.concentration import refill_context
 from kv4rl.theory.lengths import LengthDistribution
-from kv4rl.theory.roofline import BF16_BYTES, ModelShape, kv_bytes_per_token, weight_bytes
+from kv4rl.theory.roofline import BF16_BYTES, ModelShape, weight_bytes
 from kv4rl.theory.step_cost import StepCost
 
 H200_BYTES = 141e9
@@ -94,8 +94,3 @@ def speedup(cost: StepCost, lengths: LengthDistribution, **given) -> Speedup:
         decode=reference.step_ms / float(cost(reference.active_requests, context)),
         rollout=own.tokens_per_second / reference.tokens_per_second,
     )
-
-
-def nominal_volume_gb(model: ModelShape, context_tokens: float, *, tensor_parallel: int = 2) -> float:
-    """V_t of §4.1 in GB: BF16 bytes of the contexts, whatever the format in use."""
-    return context_tokens * kv_bytes_per_token(model, tensor_parallel=tensor_parallel) / 1e9
