@@ -123,6 +123,8 @@ class TrainConfig:
     evaluate_every: int = 0  # updates between evaluations; 0: only at the start and the end
     evaluate_prompts: int = 64
     evaluate_samples: int = 8  # k of avg@k and pass@k
+    evaluate_temperature: float = 0.6  # Table A2
+    evaluate_top_p: float = 0.95  # Table A2
     checkpoint_every: int = 1
     keep_checkpoints: int = 2
     kv: KVConfig = field(default_factory=KVConfig)
@@ -133,6 +135,8 @@ class TrainConfig:
         for name in ("updates", "evaluate_prompts", "evaluate_samples", "checkpoint_every", "keep_checkpoints"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "an integer >= 1")
         require(self.evaluate_every >= 0, "evaluate_every", self.evaluate_every, "an integer >= 0")
+        require(self.evaluate_temperature >= 0, "evaluate_temperature", self.evaluate_temperature, "a number >= 0")
+        require(0 < self.evaluate_top_p <= 1, "evaluate_top_p", self.evaluate_top_p, "a number in (0, 1]")
         require(self.reading in ("verl", "last_box"), "reading", self.reading, "verl or last_box")
         require(self.device in ("auto", "cpu", "cuda"), "device", self.device, "auto, cpu or cuda")
         plain = self.rollout.temperature == 1.0 and self.rollout.top_p == 1.0 and self.rollout.top_k == 0

@@ -6,7 +6,7 @@ weights, metrics and pool are those of the run that was never killed.
 
 from collections.abc import Callable
 from contextlib import ExitStack
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from kv4rl.config import KVConfig, TrainConfig, require
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.request import Request
 from kv4rl.engine.sampler import Sampling
-from kv4rl.evaluation.evaluate import PAPER_SAMPLING, evaluate
+from kv4rl.evaluation.evaluate import evaluate
 from kv4rl.grpo.batch_metrics import collection_metrics, response_metrics
 from kv4rl.grpo.learner import GRPOLearner
 from kv4rl.grpo.masters import cast_copy, compute_dtype
@@ -141,7 +141,7 @@ class Trainer:
             )  # fmt: skip
             result = evaluate(
                 engine, self.tokenizer, self.evaluation_prompts, samples=config.evaluate_samples,
-                sampling=_evaluation_sampling(config), grader=self.grader,
+                sampling=evaluation_sampling(config), grader=self.grader,
             )  # fmt: skip
         return result.metrics(config.reading) | timers.metrics()
 
@@ -247,9 +247,14 @@ def _evaluation_file(config: TrainConfig) -> Path:
     return Path(config.tasks).with_suffix(".evaluation.jsonl")
 
 
-def _evaluation_sampling(config: TrainConfig) -> Sampling:
-    """Table A2's temperature and nucleus; the same noise every time, so that policies compare in pairs."""
-    return replace(PAPER_SAMPLING, seed=config.seed, max_response_tokens=config.rollout.max_response_tokens)
+def evaluation_sampling(config: TrainConfig) -> Sampling:
+    """How a policy is judged; the same noise every time, so that policies compare in pairs."""
+    return Sampling(
+        temperature=config.evaluate_temperature,
+        top_p=config.evaluate_top_p,
+        seed=config.seed,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
 
 
 def _checksum(decoder: torch.nn.Module) -> str:

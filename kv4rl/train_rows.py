@@ -9,7 +9,6 @@ so a single one moves by a few hundredths from sampling alone.
 
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import replace
 from pathlib import Path
 from statistics import fmean
 
@@ -17,13 +16,13 @@ import torch
 
 from kv4rl.config import PRECISIONS, KVConfig, TrainConfig, require
 from kv4rl.engine.engine import RolloutEngine
-from kv4rl.evaluation.evaluate import PAPER_SAMPLING, evaluate
+from kv4rl.evaluation.evaluate import evaluate
 from kv4rl.model.weights import eos_token_ids, load_decoder, load_tokenizer
 from kv4rl.presets import parse_config
 from kv4rl.results import RESULTS, latest, read_rows, result_row, write_rows
 from kv4rl.rewards.grader import Grader
 from kv4rl.tasks.stream import MiniStream
-from kv4rl.train import train
+from kv4rl.train import evaluation_sampling, train
 
 FIRST, LAST = 3, 5
 FILE = "train.csv"
@@ -120,10 +119,11 @@ def judge(model_dir: Path, config: TrainConfig, *, prompts: int = 128, samples: 
     stream = MiniStream(config.seed, split="evaluation", tokenizer=tokenizer)
     decoder = load_decoder(model_dir, dtype=dtype, device=device)
     engine = RolloutEngine(decoder, KVConfig("bf16"), config.rollout, eos_token_ids=eos_token_ids(model_dir))
-    sampling = replace(PAPER_SAMPLING, seed=config.seed, max_response_tokens=config.rollout.max_response_tokens)
     with Grader() as grader:
         problems = [stream.next() for _ in range(prompts)]
-        result = evaluate(engine, tokenizer, problems, samples=samples, sampling=sampling, grader=grader)
+        result = evaluate(
+            engine, tokenizer, problems, samples=samples, sampling=evaluation_sampling(config), grader=grader
+        )
     return result.accuracy(config.reading)
 
 
