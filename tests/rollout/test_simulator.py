@@ -98,6 +98,14 @@ def test_a_summary_reads_a_measured_trace_as_well(tmp_path):
         summarize(trace, [99])
 
 
+def test_calls_are_counted_per_replica_and_interval():
+    workload = Workload(LAW, PROMPT, 0.4, seed=3, siblings=4)
+    trace = simulate(replace(CONFIG, collector="sync"), workload, collections=2, replicas=2).trace
+    rows = trace.pure_decode()
+    assert set(rows["replica"]) == {0, 1}
+    assert summarize(trace).calls_per_interval == len(rows["kind"]) / 4
+
+
 def test_bad_simulations_are_named():
     with pytest.raises(ValueError, match="collections=0"):
         run(0)

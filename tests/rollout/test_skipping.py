@@ -7,10 +7,11 @@ from hypothesis import strategies as st
 
 from kv4rl.config import RolloutConfig
 from kv4rl.engine.fake import FakeEngine
+from kv4rl.engine.scheduler import Limits
 from kv4rl.rollout.group import ListStream, Prompt
 from kv4rl.rollout.partial import PartialCollector
 from kv4rl.rollout.replicas import Replicas
-from kv4rl.rollout.skipping import SkippingEngine
+from kv4rl.rollout.skipping import CountingScheduler, PageCount, SkippingEngine
 from kv4rl.rollout.sync import SyncCollector
 from kv4rl.rollout.trace import COLUMNS, Trace
 
@@ -77,6 +78,28 @@ def test_it_agrees_with_the_stepping_engine_step_by_step(case):
 
 def describe(group):
     return group.order, [(len(r.tokens), r.versions, r.finish_reason, r.preemptions) for r in group.requests]
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.lists(st.integers(1, 40), min_size=1, max_size=4), st.integers(1, 60))
+def test_pages_of_quiet_steps_are_those_of_growing_one_by_one(contexts, steps):
+    scheduler = CountingScheduler(PageCount(1000), Limits(4, 4, 100, 100), lambda request: 1)
+    held = [-(-context // 16) for context in contexts]
+    slots = np.arange(len(contexts))
+    for slot, pages in enumerate(held):
+        scheduler.table.set(slot, [0] * pages)
+    scheduler.table.context[slots] = contexts
+    scheduler._slots = slots
+    expected = []
+    for step in range(steps):
+        short = [slot for slot in slots if held[slot] * 16 < contexts[slot] + step]
+        for slot in short:
+            held[slot] += 1
+        expected.append(len(short))
+    assert scheduler.new_pages(steps).tolist() == expected
+    scheduler.grow(steps)
+    assert scheduler.table.held[slots].tolist() == held
+    assert scheduler.table.context[slots].tolist() == [context + steps for context in contexts]
 
 
 def test_responses_without_an_end_token_run_to_their_cap():
