@@ -1,4 +1,4 @@
-"""`python -m kv4rl.readme`: rewrites the README's tables from the notebooks' metadata and data/results.
+"""`python -m kv4rl.readme`: rewrites the README's tables and pictures from the notebooks' metadata and data/results.
 
 A block between `<!-- NAME -->` and `<!-- /NAME -->` is made by the function of that name here; a test asserts that the
 committed README is what this writes, so no figure in it can drift from its row.
@@ -9,8 +9,12 @@ import re
 from pathlib import Path
 
 from kv4rl.compare import ABSENT, compare
-from kv4rl.results import REPOSITORY
-from kv4rl.train_rows import summary
+from kv4rl.results import REPOSITORY, read_rows
+from kv4rl.train_rows import read_curves, summary
+from kv4rl.viz.fidelity import sampler_kl_bars
+from kv4rl.viz.kernels import kernel_speedups
+from kv4rl.viz.style import use_template
+from kv4rl.viz.training import learning_curves
 
 README = REPOSITORY / "README.md"
 
@@ -63,5 +67,27 @@ def rewrite(text: str) -> str:
     return text
 
 
-if __name__ == "__main__":
+def draw(directory: Path = REPOSITORY / "data" / "figures") -> list[Path]:
+    """The README's pictures, as PNG (needs Chromium or Chrome). Returns their paths."""
+    use_template()
+    kernels = read_rows("kernels.csv", metric="speedup_vs_bf16", model="tp2_16q4kv")
+    fidelity = read_rows("fidelity.csv", metric="sampler_kl", shape="loop", model="smollm2-135m")
+    figures = {
+        "kernel_speedups": kernel_speedups(kernels),
+        "sampler_kl": sampler_kl_bars(fidelity, title="SmolLM2-135M: KL to the unquantised sampler"),
+        "learning_curves": learning_curves(read_curves()),
+    }
+    directory.mkdir(parents=True, exist_ok=True)
+    paths = [directory / f"{name}.png" for name in figures]
+    for path, figure in zip(paths, figures.values(), strict=True):
+        figure.write_image(path, scale=1.5)
+    return paths
+
+
+def main() -> None:
     README.write_text(rewrite(README.read_text()))
+    print(*draw(), sep="\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -5,6 +5,7 @@ import pytest
 
 from kv4rl.config import KVConfig
 from kv4rl.viz.fidelity import sampler_kl_bars
+from kv4rl.viz.kernels import kernel_speedups
 from kv4rl.viz.memory import bytes_per_position, response_bytes
 from kv4rl.viz.style import PRECISION_COLOURS
 from kv4rl.viz.training import learning_curves, occupancy, tis_weights, token_ages, trailing_mean
@@ -59,3 +60,15 @@ def test_occupancy_marks_every_collection_boundary():
 def test_memory_and_weight_figures_build():
     assert len(bytes_per_position(head_dim=128, sink_tokens=16, recent_tokens=128).data) == 4
     assert tis_weights([0.5, 1.0, 5.0], 5.0).layout.shapes
+
+
+def test_kernel_bars_are_ordered_by_context_and_leave_gaps_for_missing_rows():
+    rows = [
+        {"arm": "kv4", "shape": "176x6972", "value": "3.3"},
+        {"arm": "kv4", "shape": "608x621", "value": "3.8"},
+        {"arm": "kv4rl", "shape": "608x621", "value": "2.9"},
+        {"arm": "kv4", "shape": "ragged-4B-300", "value": "3.2"},
+    ]
+    figure = kernel_speedups(rows)
+    assert list(figure.data[1].x) == ["608 x 621", "176 x 6972"] and list(figure.data[1].y) == [3.8, 3.3]
+    assert list(figure.data[2].y) == [2.9, None]
