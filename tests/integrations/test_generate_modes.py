@@ -1,0 +1,218 @@
+"""Sampling, beams, assisted decoding, further turns, and what the cache refuses."""
+
+import pytest
+import torch
+from transformers import DynamicCache, LlamaConfig, MistralConfig, T5Config
+
+from kv4rl.integrations.transformers import KV4RLCache
+
+
+@pytest.fixture(params=["bf16", "kv8", "kv4", "kv4rl"])
+def precision(request):
+    return request.param
+
+
+def same_contents(one, other):
+    """Whether two caches give attention the same keys and values in every layer, bit for bit."""
+    pairs = zip(one.layers, other.layers, strict=True)
+    return all(torch.equal(a, b) for x, y in pairs for a, b in zip(x.store.read(), y.store.read(), strict=True))
+
+
+def test_sampling_follows_torchs_seed(qwen, make_cache, ids, generate):
+    def sample(cache):
+        with torch.random.fork_rng():
+            torch.manual_seed(5)
+            return generate(qwen, ids(20), cache, do_sample=True, num_return_sequences=3)
+
+    plain = sample(DynamicCache(config=qwen.config))
+    assert torch.equal(sample(make_cache(qwen, "bf16")), plain)
+    assert not torch.equal(sample(make_cache(qwen, "kv4")), plain)
+    assert torch.equal(sample(make_cache(qwen)), sample(make_cache(qwen)))
+
+
+def test_beam_search_in_bf16_is_that_of_dynamic_cache(model, make_cache, ids, generate):
+    prompts, beams = ids(17, rows=2), {"num_beams": 3, "num_return_sequences": 2}
+    assert torch.equal(generate(model, prompts, make_cache(model, "bf16"), **beams), generate(model, prompts, **beams))
+
+
+def test_beams_carry_their_own_codes(qwen, make_cache, ids, forced, precision):
+    """A beam's score is the sum of the log-probabilities that its own tokens get when they are forced alone."""
+    prompts = ids(17, rows=2)
+    mask = torch.ones_like(prompts)
+    out = qwen.generate(
+        prompts, past_key_values=make_cache(qwen, precision), attention_mask=mask, max_new_tokens=25, do_sample=False,
+        num_beams=3, length_penalty=0.0, return_dict_in_generate=True, output_scores=True,
+    )  # fmt: skip
+    for sequence, score in zip(out.sequences, out.sequences_scores, strict=True):
+        logits = forced(qwen, sequence[None], 17, make_cache(qwen, precision))[0, :-1]
+        logp = logits.log_softmax(-1).gather(-1, sequence[17:, None]).sum()
+        assert abs(logp - score) < 1e-5 * abs(score)
+
+
+def test_beams_of_a_left_padded_batch_keep_their_padding(qwen, make_cache, ids, generate):
+    prompt = ids(12)
+    batch = torch.cat((torch.cat((torch.zeros(1, 8, dtype=torch.int64), prompt), 1), ids(20, seed=1)))
+    mask = torch.ones_like(batch)
+    mask[0, :8] = 0
+    together = generate(qwen, batch, make_cache(qwen, attention_mask=mask), attention_mask=mask, num_beams=2)
+    assert torch.equal(together[:1], generate(qwen, prompt, make_cache(qwen), num_beams=2))
+
+
+@pytest.mark.parametrize("how", ["prompt_lookup", "assistant"])
+def test_assisted_decoding_in_bf16_gives_the_plain_greedy_tokens(qwen, models, make_cache, ids, generate, how):
+    helper = {"prompt_lookup_num_tokens": 4} if how == "prompt_lookup" else {"assistant_model": qwen}
+    prompt = ids(5).repeat(1, 4)  # something to look up
+    assert torch.equal(generate(qwen, prompt, make_cache(qwen, "bf16"), **helper), generate(qwen, prompt))
+
+
+def test_assisted_decoding_leaves_no_trace_of_rejected_candidates(qwen, make_cache, ids, generate, monkeypatch):
+    """After every crop the cache is what it would be had the rejected candidates never been seen."""
+    cache, twin, prompt = make_cache(qwen), make_cache(qwen), ids(5).repeat(1, 4)
+    calls, removed = [], []
+    update, crop = cache.update, cache.crop
+
+    def recorded_update(k, v, layer, *args, **kwargs):
+        calls.append((k, v, layer))
+        return update(k, v, layer, *args, **kwargs)
+
+    def checked_crop(tokens_to_remove):
+        removed.append(-tokens_to_remove)
+        for k, v, layer in calls:
+            kept = k.shape[-2] + tokens_to_remove
+            twin.update(k[:, :, :kept], v[:, :, :kept], layer)
+        calls.clear()
+        crop(tokens_to_remove)
+        assert same_contents(cache, twin) and cache.nbytes == twin.nbytes
+
+    monkeypatch.setattr(cache, "update", recorded_update)
+    monkeypatch.setattr(cache, "crop", checked_crop)
+    generate(qwen, prompt, cache, prompt_lookup_num_tokens=6)
+    assert max(removed) > 0 and cache.get_seq_length() > 4 + 8 + max(removed)
+
+
+@pytest.mark.parametrize("sizes", [(1, 0), (3, 2), (9, 1), (9, 8), (20, 20), (20, 7)])
+def test_crop_undoes_part_of_the_latest_call(qwen, make_cache, sizes):
+    added, removed = sizes
+    generator = torch.Generator().manual_seed(added)
+    k, v = torch.randn(2, 1, 2, 30 + added, 64, generator=generator)
+    cache, twin = make_cache(qwen), make_cache(qwen)
+    cache.activate_past_recording()
+    for each, stop in ((cache, 30 + added), (twin, 30 + added - removed)):
+        for layer in (0, 1):
+            each.update(k[:, :, :30], v[:, :, :30], layer)
+            if stop > 30:
+                each.update(k[:, :, 30:stop], v[:, :, 30:stop], layer)
+    cache.crop(-removed)
+    assert same_contents(cache, twin)
+    assert cache.get_seq_length() == 30 + added - removed
+
+
+def test_crop_works_without_recording_where_nothing_was_overwritten(qwen, make_cache, precision):
+    k = torch.randn(1, 2, 30, 64, generator=torch.Generator().manual_seed(0))
+    for stop, fits in ((12, True), (30, precision != "kv4rl")):
+        cache = make_cache(qwen, precision)
+        for layer in (0, 1):
+            cache.update(k[:, :, :stop], k[:, :, :stop], layer)
+        if fits:
+            cache.crop(-5)
+            assert cache.get_seq_length() == stop - 5
+        else:
+            with pytest.raises(ValueError, match="tokens_to_remove=-5: expected 0: the ring of 8 recent positions"):
+                cache.crop(-5)
+
+
+def test_a_further_turn_continues_the_cache(model, make_cache, ids, generate, precision):
+    cache, plain = make_cache(model, precision), DynamicCache(config=model.config)
+    first = torch.cat((ids(18), generate(model, ids(18), cache)), 1)
+    generate(model, ids(18), plain)
+    turn = torch.cat((first, ids(9, seed=2)), 1)
+    answer = generate(model, turn, cache)
+    assert cache.get_seq_length() == turn.shape[1] + 39
+    if precision == "bf16":
+        assert torch.equal(answer, generate(model, turn, plain))
+
+
+def test_reset_forgets_everything(qwen, make_cache, ids, generate):
+    cache = make_cache(qwen)
+    first = generate(qwen, ids(20), cache)
+    cache.reset()
+    assert (cache.nbytes, cache.get_seq_length()) == (0, 0)
+    assert torch.equal(generate(qwen, ids(20), cache), first)
+
+
+def test_rows_can_be_repeated_and_selected(qwen, make_cache):
+    k = torch.randn(2, 2, 20, 64, generator=torch.Generator().manual_seed(0))
+
+    def filled(states):
+        cache = make_cache(qwen)
+        for layer in (0, 1):
+            cache.update(states, -states, layer)
+        return cache
+
+    cache = filled(k)
+    cache.batch_repeat_interleave(2)
+    assert same_contents(cache, filled(k[[0, 0, 1, 1]]))
+    cache.batch_select_indices(torch.tensor([3, 0]))
+    assert same_contents(cache, filled(k[[1, 0]]))
+    cache.batch_select_indices(torch.tensor([True, False]))
+    assert same_contents(cache, filled(k[[1]]))
+
+
+def test_nan_stays_in_its_row(qwen, make_cache, precision):
+    k = torch.randn(2, 2, 20, 64, generator=torch.Generator().manual_seed(0))
+    k[0, 0, 3, 5] = torch.nan
+    cache = make_cache(qwen, precision)
+    for start, stop in ((0, 19), (19, 20)):
+        read_k, read_v = cache.update(k[:, :, start:stop], k[:, :, start:stop], 0)
+    assert read_k[0, 0, 3].isnan().any() and read_k[1].isfinite().all() and read_v[1].isfinite().all()
+    assert not read_k[0, 1].isnan().any()
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (T5Config(), "is_encoder_decoder=True: expected a decoder-only model"),
+        (MistralConfig(sliding_window=32), r"layer_types=\['sliding_attention'\]: expected full_attention in every"),
+        (LlamaConfig(hidden_size=96, num_attention_heads=2, head_dim=48), "head_dim=48: expected one of 64, 128, 256"),
+    ],
+)  # fmt: skip
+def test_models_it_cannot_serve_are_refused_by_name(config, message):
+    with pytest.raises(ValueError, match=message):
+        KV4RLCache(config)
+
+
+def test_wrong_settings_are_refused_by_name(qwen, make_cache):
+    with pytest.raises(ValueError, match="precision='int4'"):
+        make_cache(qwen, "int4")
+    with pytest.raises(ValueError, match="sink_tokens=-1"):
+        make_cache(qwen, sink=-1)
+    with pytest.raises(ValueError, match="left padding: zeros only before"):
+        make_cache(qwen, attention_mask=torch.tensor([[1, 1, 0]]))
+    with pytest.raises(ValueError, match="left padding"):
+        make_cache(qwen, attention_mask=torch.zeros(1, 3))
+
+
+def test_padding_without_a_mask_is_noticed(qwen, make_cache, ids, generate):
+    batch = torch.cat((torch.zeros(1, 6, dtype=torch.int64), ids(14)), 1)
+    batch = torch.cat((batch, ids(20, seed=1)))
+    with pytest.raises(
+        ValueError, match=r"attention_mask=None: expected the prompts' mask: rows \[0\] look left-padded"
+    ):
+        generate(qwen, batch, make_cache(qwen), attention_mask=(batch != 0).long())
+
+
+def test_a_mask_of_another_batch_is_refused(qwen, make_cache, ids, generate):
+    with pytest.raises(ValueError, match="attention_mask rows=2: expected a divisor of the batch of 3"):
+        generate(qwen, ids(9, rows=3), make_cache(qwen, attention_mask=torch.ones(2, 9)))
+
+
+def test_float64_models_are_refused(make_cache, qwen):
+    states = torch.zeros(1, 2, 3, 64, dtype=torch.float64)
+    with pytest.raises(ValueError, match=r"dtype=torch.float64: expected bfloat16, float16 or float32"):
+        make_cache(qwen, attention_mask=torch.ones(1, 3)).update(states, states, 0)
+
+
+def test_only_removals_can_be_cropped(qwen, make_cache):
+    cache = make_cache(qwen)
+    with pytest.raises(ValueError, match="tokens_to_remove=7: expected 0 or minus the tokens to remove"):
+        cache.crop(7)
