@@ -276,11 +276,14 @@ struct Consumer : Block {
     softmax.template absorb<false, false, 1>(s, m, operand);
   }
 
-  // T tiles of this warp, a row of the ring each; `chunk` 0: the item has no such tile.
+  // T tiles of this warp, a row of the ring each: where the chunk lies, and the barrier that gives its row back.
+  static constexpr uint32_t kNone = ~0u;  // the item has no such tile, or no such row
   struct Taken {
     typename Format::Tile tile[T];
     uint32_t chunk[T], release[T];
     int position[T];
+
+    __device__ __forceinline__ uint32_t source(int k) const { return chunk[k] != kNone ? chunk[k] : chunk[0]; }
   };
 
   __device__ __forceinline__ void attend_pages(Unit const& unit, Tiles const& tiles) {
@@ -291,15 +294,15 @@ struct Consumer : Block {
 #pragma unroll
       for (int k = 0; k < T; ++k) {
         bool const live = i + k * W + warp < count;
-        taken.chunk[k] = live ? slot() : 0;
+        taken.chunk[k] = live ? slot() : kNone;
         taken.position[k] = live ? position + k * W * kPageTokens : tiles.end;  // at the end: wholly masked
-        taken.release[k] = 0;
+        taken.release[k] = kNone;
         if (k > 0 && i + k * W >= count) continue;  // nor has any warp one
         wait_row();
         taken.release[k] = address + C::empty + 8 * row.stage;
         row.advance();
       }
-      if (taken.chunk[0] != 0) {
+      if (taken.chunk[0] != kNone) {
         attend_tiles(taken, tiles);
       } else {
         release(taken);
@@ -311,21 +314,21 @@ struct Consumer : Block {
     __syncwarp();
 #pragma unroll
     for (int k = 0; k < T; ++k)
-      if (lane == 0 && taken.release[k] != 0) barrier_arrive(taken.release[k]);
+      if (lane == 0 && taken.release[k] != kNone) barrier_arrive(taken.release[k]);
   }
 
   __device__ __forceinline__ void attend_tiles(Taken& taken, Tiles const& tiles) {
     float s[T][N][4];
     Metadata m[T];
 #pragma unroll
-    for (int k = 0; k < T; ++k) taken.tile[k].load_keys(taken.chunk[k] != 0 ? taken.chunk[k] : taken.chunk[0], lane);
+    for (int k = 0; k < T; ++k) taken.tile[k].load_keys(taken.source(k), lane);
 #pragma unroll
     for (int k = 0; k < T; ++k) {
       m[k] = taken.tile[k].metadata();
       Format::scores(taken.tile[k], query, m[k], s[k]);
     }
 #pragma unroll
-    for (int k = 0; k < T; ++k) taken.tile[k].load_values(taken.chunk[k] != 0 ? taken.chunk[k] : taken.chunk[0], lane);
+    for (int k = 0; k < T; ++k) taken.tile[k].load_values(taken.source(k), lane);
     if constexpr (Format::in_registers) release(taken);
     if (taken.position[0] < tiles.begin || taken.position[T - 1] + kPageTokens > tiles.end)  // positions rise
 #pragma unroll

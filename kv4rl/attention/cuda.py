@@ -5,7 +5,6 @@ how, kernels/README.md. Every launch goes to the current stream, synchronises no
 """
 
 import ctypes
-import math
 from dataclasses import dataclass
 from functools import lru_cache
 
@@ -13,70 +12,26 @@ import torch
 
 from kv4rl.attention import jit
 from kv4rl.attention.backends import BackendUnavailable, ReferenceBackend, explain
+from kv4rl.attention.cuda_arguments import (
+    CHUNK_WEIGHT,
+    QUERY_TAIL,
+    Workspace,
+    decode_arguments,
+    plan_arguments,
+    prepared_queries,
+    write_arguments,
+)
 from kv4rl.attention.triton import TritonBackend
 from kv4rl.config import require
 from kv4rl.formats.packing import chunk_bytes
 
-CHUNK_WEIGHT = 192  # pages (3,072 tokens) a work item holds at most, until a request has MAX_CHUNKS of them
-MAX_CHUNKS = 32  # schedule.cuh: kMaxChunks
-UNIT_BYTES = 32  # schedule.cuh: Unit
-QUERY_TAIL = 16  # layout.cuh: bytes after the codes of a prepared query row
 SHARED_BYTES = 228 * 1024  # of a Hopper multiprocessor; each block costs 1 KB beyond its own
-INPUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
-PRECISION_CODES = {"kv4": 0, "kv4rl": 0, "kv8": 1, "bf16": 2}
 
-_pointer, _int, _int64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
-
-
-def _fields(kind, names: str) -> list[tuple[str, type]]:
-    return [(name, kind) for name in names.split()]
-
-
-class WriteArguments(ctypes.Structure):
-    """write_kv.cu."""
-
-    _fields_ = [
-        *_fields(_pointer, "q k v"),
-        *_fields(_int64, "q_stride k_stride v_stride"),
-        *_fields(_pointer, "query pages side_k side_v side_k_scale side_v_scale page_ids offsets slots side_entries"),
-        *_fields(_int, "tokens query_heads kv_heads entries precision input_type"),
-    ]
-
-
-class PlanArguments(ctypes.Structure):
-    """plan.cu."""
-
-    _fields_ = [
-        *_fields(_pointer, "context_tokens slots units counters"),
-        *_fields(_int, "rows sink recent chunk_weight"),
-    ]
-
-
-class DecodeArguments(ctypes.Structure):
-    """decode.cuh."""
-
-    _fields_ = [
-        *_fields(_pointer, "query pages page_table side_k side_v side_k_scale side_v_scale out lse"),
-        *_fields(_pointer, "units counters partial arrivals"),
-        ("page_table_stride", _int64),
-        *_fields(_int, "kv_heads group sink recent out_type"),
-        ("score_scale", ctypes.c_float),
-    ]
+_int = ctypes.c_int
 
 
 def _stream() -> ctypes.c_void_p:
     return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
-
-
-def _require_dense_heads(name: str, x: torch.Tensor) -> None:
-    dense = x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]
-    require(dense, f"{name}.stride", tuple(x.stride()), "heads and channels dense: (any, head_dim, 1)")
-
-
-def _require_dense(name: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    right = x.is_cuda and x.is_contiguous() and x.dtype == dtype and tuple(x.shape) == shape
-    found = f"{x.dtype} {tuple(x.shape)} on {x.device}, strides {tuple(x.stride())}"
-    require(right, name, found, f"{dtype} {shape} on CUDA, contiguous")
 
 
 def write_kv(cache, layer: int, q, k, v, where) -> torch.Tensor | None:
@@ -85,40 +40,11 @@ def write_kv(cache, layer: int, q, k, v, where) -> torch.Tensor | None:
     Returns the prepared queries, uint8 [N, query_heads, d + 16] (INT8 codes of the rotated query, FP32 scale, FP32 sum
     of codes; layout.cuh), or for `bf16` [N, query_heads, 2*d + 16] (the elements); None without q.
     """
-    shape, given = cache.shape, q if q is not None else k
-    arguments = WriteArguments(
-        tokens=len(given),
-        query_heads=shape.query_heads,
-        kv_heads=shape.kv_heads,
-        entries=cache.side.entries,
-        precision=PRECISION_CODES[cache.kv.precision],
-        input_type=INPUT_TYPES[given.dtype],
-    )
-    prepared = None
-    if q is not None:
-        _require_dense_heads("q", q)
-        row = shape.head_dim * (2 if cache.kv.precision == "bf16" else 1) + QUERY_TAIL
-        prepared = torch.empty(*q.shape[:2], row, dtype=torch.uint8, device=q.device)
-        arguments.q, arguments.q_stride, arguments.query = q.data_ptr(), q.stride(0), prepared.data_ptr()
-    if k is not None:
-        for name, x in (("k", k), ("v", v)):
-            _require_dense_heads(name, x)
-            setattr(arguments, name, x.data_ptr())
-            setattr(arguments, f"{name}_stride", x.stride(0))
-        arguments.pages = cache.main.storage[layer].data_ptr()
-        for name in ("page_ids", "offsets", "slots", "side_entries"):
-            setattr(arguments, name, getattr(where, name).contiguous().data_ptr())
-        if cache.side.entries:
-            _point_at_side(arguments, cache, layer)
-    library = jit.build("write_kv", HEAD_DIM=shape.head_dim)
+    prepared = None if q is None else prepared_queries(cache, q)
+    arguments = write_arguments(cache, layer, q, k, v, where, prepared)
+    library = jit.build("write_kv", HEAD_DIM=cache.shape.head_dim)
     jit.check(library.launch_write_kv(ctypes.byref(arguments), _stream()), "write_kv")
     return prepared
-
-
-def _point_at_side(arguments, cache, layer: int) -> None:
-    side = cache.side
-    arguments.side_k, arguments.side_v = side.k_codes[layer].data_ptr(), side.v_codes[layer].data_ptr()
-    arguments.side_k_scale, arguments.side_v_scale = side.k_scale[layer].data_ptr(), side.v_scale[layer].data_ptr()
 
 
 @dataclass(frozen=True)
@@ -198,74 +124,33 @@ class DecodePlan:
     replay it for any lengths, padding rows (context 0) included. The memory never moves or grows.
     """
 
-    def __init__(self, cache, max_rows: int, max_pages: int):
-        shape, kv = cache.shape, cache.kv
+    def __init__(self, cache, max_rows: int, max_pages: int, chunk_weight: int = CHUNK_WEIGHT):
+        shape = cache.shape
         self.cache = cache
-        self.limits = (max_rows, max_pages)
-        self.regions = (kv.sink_tokens, kv.recent_tokens) if kv.protected_tokens else (0, 0)
-        weight = max_pages + 2 * -(-sum(self.regions) // 16)  # upper bound on what tiles_of() weighs
-        chunks = max(1, min(MAX_CHUNKS, -(-weight // CHUNK_WEIGHT)))
-        self.kernel = decode_kernel(kv.precision, shape.head_dim, shape.group, shape.dtype, cache.side.entries)
-        device = cache.device
-        self.units = torch.empty(max_rows * chunks * UNIT_BYTES, dtype=torch.uint8, device=device)
-        self.counters = torch.zeros(4, dtype=torch.int32, device=device)
-        self.arrivals = torch.zeros(max_rows * shape.kv_heads, dtype=torch.int32, device=device)
-        partials = max_rows * chunks if chunks > 1 else 0
-        self.partial = torch.empty(partials * shape.query_heads * (shape.head_dim + 4), device=device)
+        self.workspace = Workspace(cache, max_rows, max_pages, chunk_weight)
+        self.kernel = decode_kernel(
+            cache.kv.precision, shape.head_dim, shape.group, shape.dtype, cache.side.entries
+        )  # fmt: skip
         self.batch = None
-
-    def fits(self, batch) -> bool:
-        """Whether the batch is within the limits this plan was made for."""
-        rows, pages = batch.page_table.shape
-        return rows <= self.limits[0] and pages <= self.limits[1]
 
     def plan(self, batch) -> None:
         """Divide the batch into work items, on the device. Raises `ValueError` beyond the plan's limits."""
-        require(self.fits(batch), "page_table.shape", tuple(batch.page_table.shape), f"at most {self.limits}")
+        space = self.workspace
+        require(space.fits(batch), "page_table.shape", tuple(batch.page_table.shape), f"at most {space.limits}")
         self.batch = batch
-        context, slots = batch.context_tokens.contiguous(), batch.slots.contiguous()
-        arguments = PlanArguments(
-            context_tokens=context.data_ptr(),
-            slots=slots.data_ptr(),
-            units=self.units.data_ptr(),
-            counters=self.counters.data_ptr(),
-            rows=len(context),
-            sink=self.regions[0],
-            recent=self.regions[1],
-            chunk_weight=CHUNK_WEIGHT,
-        )
+        arguments = plan_arguments(self.cache, batch, space.units, space.counters, space.chunk_weight)
         jit.check(jit.build("plan").launch_plan(ctypes.byref(arguments), _stream()), "plan")
 
     def run(self, layer: int, prepared: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
-        """Attention of the planned batch in one layer: out [rows, query_heads, d]; lse FP32 [rows, query_heads]."""
-        cache, table = self.cache, self.batch.page_table
-        require(table.stride(1) == 1, "page_table.stride", table.stride(), "a dense last dimension")
-        heads = (len(table), cache.shape.query_heads)
-        _require_dense("prepared", prepared, torch.uint8, (*heads, prepared.shape[-1]))
-        _require_dense("out", out, out.dtype, (*heads, cache.shape.head_dim))
-        if lse is not None:
-            _require_dense("lse", lse, torch.float32, heads)
-        arguments = DecodeArguments(
-            query=prepared.data_ptr(),
-            pages=cache.main.storage[layer].data_ptr(),
-            page_table=table.data_ptr(),
-            out=out.data_ptr(),
-            lse=None if lse is None else lse.data_ptr(),
-            units=self.units.data_ptr(),
-            counters=self.counters.data_ptr(),
-            partial=self.partial.data_ptr(),
-            arrivals=self.arrivals.data_ptr(),
-            page_table_stride=table.stride(0),
-            kv_heads=cache.shape.kv_heads,
-            group=cache.shape.group,
-            sink=self.regions[0],
-            recent=self.regions[1],
-            out_type=INPUT_TYPES[out.dtype],
-            score_scale=math.log2(math.e) / math.sqrt(cache.shape.head_dim),
-        )
-        if cache.side.entries:
-            _point_at_side(arguments, cache, layer)
-        kernel = self.kernel
+        """Attention of the planned batch in one layer: out [rows, query_heads, d]; lse FP32 [rows, query_heads].
+
+        Raises `ValueError` for tensors of the wrong shape, dtype or stride.
+        """
+        space, kernel = self.workspace, self.kernel
+        arguments = decode_arguments(
+            self.cache, layer, self.batch, prepared, out, lse,
+            space.units, space.counters, space.partial, space.arrivals,
+        )  # fmt: skip
         error = kernel.launch(ctypes.byref(arguments), kernel.shared_bytes, kernel.blocks, _stream())
         jit.check(error, kernel.name)
 
@@ -311,7 +196,7 @@ class CudaBackend:
     def _plan_for(self, cache, batch) -> DecodePlan:
         plans = self._plans.setdefault(id(cache), [])
         for plan in plans:
-            if plan.cache is cache and plan.fits(batch):
+            if plan.cache is cache and plan.workspace.fits(batch):
                 return plan
         rows, pages = batch.page_table.shape
         plans.insert(0, DecodePlan(cache, max(rows, cache.num_slots), pages))

@@ -1,5 +1,6 @@
 """Every CUDA file compiles for sm_90a, wherever nvcc is: no device, no torch headers."""
 
+import ctypes
 import re
 import subprocess
 
@@ -7,6 +8,7 @@ import pytest
 import torch
 
 from kv4rl.attention import cuda, jit
+from kv4rl.attention import cuda_arguments as arguments
 from kv4rl.attention.backends import BackendUnavailable, choose_backend
 
 SMALL = {"HEAD_DIM": 128, "QUERY_TILES": 1, "WARPS": 4, "BLOCKS": 3, "STAGES": 7, "TILES": 2}
@@ -59,8 +61,8 @@ def test_argument_structures_have_the_sizes_of_the_device_structs(tmp_path):
     command = jit.compile_command(nvcc(), source, program, {}, f"-I{jit.sources()}")
     subprocess.run(command, check=True, capture_output=True)
     sizes = [int(x) for x in subprocess.run([program], check=True, capture_output=True, text=True).stdout.split()]
-    structures = (cuda.WriteArguments, cuda.PlanArguments, cuda.DecodeArguments)
-    assert sizes == [*(cuda.ctypes.sizeof(s) for s in structures), cuda.UNIT_BYTES]
+    structures = (arguments.WriteArguments, arguments.PlanArguments, arguments.DecodeArguments)
+    assert sizes == [*(ctypes.sizeof(s) for s in structures), arguments.UNIT_BYTES]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="this machine has a CUDA device")

@@ -6,7 +6,7 @@ import subprocess
 
 import pytest
 
-from kv4rl.attention import cuda, jit
+from kv4rl.attention import cuda_arguments, jit
 from kv4rl.attention.backends import BackendUnavailable
 from kv4rl.attention.regions import regions, side_entry
 
@@ -67,12 +67,12 @@ def test_every_position_is_read_exactly_once(schedule, s, w):
 @pytest.mark.parametrize(("s", "w"), WIDTHS)
 @pytest.mark.parametrize("weight", [4, 64, 192])
 def test_chunks_cover_all_tiles_in_order_and_evenly(schedule, s, w, weight):
-    starts = (ctypes.c_int * (cuda.MAX_CHUNKS + 1))()
+    starts = (ctypes.c_int * (cuda_arguments.MAX_CHUNKS + 1))()
     for n in LENGTHS:
         k = schedule.chunks(n, s, w, weight, starts)
         t = tiles(schedule, n, s, w)
         bounds = list(starts)[: k + 1]
-        assert 1 <= k <= cuda.MAX_CHUNKS
+        assert 1 <= k <= cuda_arguments.MAX_CHUNKS
         assert (bounds[0], bounds[-1]) == (0, t["side"] + t["pages"])
         assert bounds == sorted(bounds)
 
@@ -85,6 +85,6 @@ def test_chunks_cover_all_tiles_in_order_and_evenly(schedule, s, w, weight):
 
 
 def test_a_short_context_is_one_chunk(schedule):
-    starts = (ctypes.c_int * (cuda.MAX_CHUNKS + 1))()
-    assert schedule.chunks(16 * cuda.CHUNK_WEIGHT, 0, 0, cuda.CHUNK_WEIGHT, starts) == 1
-    assert schedule.chunks(16 * cuda.CHUNK_WEIGHT + 1, 0, 0, cuda.CHUNK_WEIGHT, starts) == 2
+    starts = (ctypes.c_int * (cuda_arguments.MAX_CHUNKS + 1))()
+    assert schedule.chunks(16 * cuda_arguments.CHUNK_WEIGHT, 0, 0, cuda_arguments.CHUNK_WEIGHT, starts) == 1
+    assert schedule.chunks(16 * cuda_arguments.CHUNK_WEIGHT + 1, 0, 0, cuda_arguments.CHUNK_WEIGHT, starts) == 2

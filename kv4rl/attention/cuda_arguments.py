@@ -1,0 +1,188 @@
+"""The argument structures of kernels/cuda, and how a cache's tensors fill them. Pointers only: nothing is launched."""
+
+import ctypes
+import math
+
+import torch
+
+from kv4rl.config import require
+
+CHUNK_WEIGHT = 192  # pages (3,072 tokens) a work item holds at most, until a request has MAX_CHUNKS of them
+MAX_CHUNKS = 32  # schedule.cuh: kMaxChunks
+UNIT_BYTES = 32  # schedule.cuh: Unit
+QUERY_TAIL = 16  # layout.cuh: bytes after the codes of a prepared query row
+SUMS_TAIL = 4  # decode.cuh: floats after the D sums of a partial
+INPUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
+PRECISION_CODES = {"kv4": 0, "kv4rl": 0, "kv8": 1, "bf16": 2}
+
+_pointer, _int, _int64 = ctypes.c_void_p, ctypes.c_int, ctypes.c_int64
+
+
+def _fields(kind, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class WriteArguments(ctypes.Structure):
+    """write_kv.cu."""
+
+    _fields_ = [
+        *_fields(_pointer, "q k v"),
+        *_fields(_int64, "q_stride k_stride v_stride"),
+        *_fields(_pointer, "query pages side_k side_v side_k_scale side_v_scale page_ids offsets slots side_entries"),
+        *_fields(_int, "tokens query_heads kv_heads entries precision input_type"),
+    ]
+
+
+class PlanArguments(ctypes.Structure):
+    """plan.cu."""
+
+    _fields_ = [
+        *_fields(_pointer, "context_tokens slots units counters"),
+        *_fields(_int, "rows sink recent chunk_weight"),
+    ]
+
+
+class DecodeArguments(ctypes.Structure):
+    """decode.cuh."""
+
+    _fields_ = [
+        *_fields(_pointer, "query pages page_table side_k side_v side_k_scale side_v_scale out lse"),
+        *_fields(_pointer, "units counters partial arrivals"),
+        ("page_table_stride", _int64),
+        *_fields(_int, "kv_heads group sink recent out_type"),
+        ("score_scale", ctypes.c_float),
+    ]
+
+
+def regions_of(cache) -> tuple[int, int]:
+    """(sink, recent) widths that the kernels divide a context by: 0 unless positions are protected."""
+    kv = cache.kv
+    return (kv.sink_tokens, kv.recent_tokens) if kv.protected_tokens else (0, 0)
+
+
+def most_chunks(max_pages: int, regions: tuple[int, int], chunk_weight: int) -> int:
+    """Upper bound on the chunks of a request of at most `max_pages` pages (schedule.cuh: chunk_count)."""
+    weight = max_pages + 2 * -(-sum(regions) // 16)
+    return max(1, min(MAX_CHUNKS, -(-weight // chunk_weight)))
+
+
+def _require_dense_heads(name: str, x: torch.Tensor) -> None:
+    dense = x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]
+    require(dense, f"{name}.stride", tuple(x.stride()), "heads and channels dense: (any, head_dim, 1)")
+
+
+def _require_dense(name: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
+    right = x.is_contiguous() and x.dtype == dtype and tuple(x.shape) == shape
+    found = f"{x.dtype} {tuple(x.shape)}, strides {tuple(x.stride())}"
+    require(right, name, found, f"{dtype} {shape}, contiguous")
+
+
+def prepared_queries(cache, q: torch.Tensor) -> torch.Tensor:
+    """Room for `write_kv`'s prepared queries of q: uint8 [N, query_heads, bytes of a row] (layout.cuh)."""
+    row = cache.shape.head_dim * (2 if cache.kv.precision == "bf16" else 1) + QUERY_TAIL
+    return torch.empty(*q.shape[:2], row, dtype=torch.uint8, device=q.device)
+
+
+def write_arguments(cache, layer: int, q, k, v, where, prepared) -> WriteArguments:
+    """Arguments of `write_kv` for q (into `prepared`), for k and v (at `where`), or for all three."""
+    shape, given = cache.shape, q if q is not None else k
+    arguments = WriteArguments(
+        tokens=len(given),
+        query_heads=shape.query_heads,
+        kv_heads=shape.kv_heads,
+        entries=cache.side.entries,
+        precision=PRECISION_CODES[cache.kv.precision],
+        input_type=INPUT_TYPES[given.dtype],
+    )
+    if q is not None:
+        _require_dense_heads("q", q)
+        arguments.q, arguments.q_stride, arguments.query = q.data_ptr(), q.stride(0), prepared.data_ptr()
+    if k is not None:
+        for name, x in (("k", k), ("v", v)):
+            _require_dense_heads(name, x)
+            setattr(arguments, name, x.data_ptr())
+            setattr(arguments, f"{name}_stride", x.stride(0))
+        arguments.pages = cache.main.storage[layer].data_ptr()
+        _point_at_rows(arguments, where, "page_ids offsets slots side_entries")
+        _point_at_side(arguments, cache, layer)
+    return arguments
+
+
+def plan_arguments(cache, batch, units, counters, chunk_weight: int) -> PlanArguments:
+    """Arguments of `plan` for a `DecodeBatch`."""
+    sink, recent = regions_of(cache)
+    arguments = PlanArguments(
+        units=units.data_ptr(),
+        counters=counters.data_ptr(),
+        rows=len(batch.context_tokens),
+        sink=sink,
+        recent=recent,
+        chunk_weight=chunk_weight,
+    )
+    _point_at_rows(arguments, batch, "context_tokens slots")
+    return arguments
+
+
+def decode_arguments(cache, layer: int, batch, prepared, out, lse, units, counters, partial, arrivals):
+    """Arguments of a decode kernel: `prepared` queries and a planned batch in, `out` and `lse` (or None) out."""
+    shape, table = cache.shape, batch.page_table
+    require(table.stride(1) == 1, "page_table.stride", table.stride(), "a dense last dimension")
+    heads = (len(table), shape.query_heads)
+    _require_dense("prepared", prepared, torch.uint8, (*heads, prepared.shape[-1]))
+    _require_dense("out", out, out.dtype, (*heads, shape.head_dim))
+    if lse is not None:
+        _require_dense("lse", lse, torch.float32, heads)
+    sink, recent = regions_of(cache)
+    arguments = DecodeArguments(
+        query=prepared.data_ptr(),
+        pages=cache.main.storage[layer].data_ptr(),
+        page_table=table.data_ptr(),
+        out=out.data_ptr(),
+        lse=None if lse is None else lse.data_ptr(),
+        units=units.data_ptr(),
+        counters=counters.data_ptr(),
+        partial=partial.data_ptr(),
+        arrivals=arrivals.data_ptr(),
+        page_table_stride=table.stride(0),
+        kv_heads=shape.kv_heads,
+        group=shape.group,
+        sink=sink,
+        recent=recent,
+        out_type=INPUT_TYPES[out.dtype],
+        score_scale=math.log2(math.e) / math.sqrt(shape.head_dim),
+    )
+    _point_at_side(arguments, cache, layer)
+    return arguments
+
+
+def _point_at_rows(arguments, source, names: str) -> None:
+    """Point at dense copies of per-row index tensors, and keep the copies alive as long as the arguments are."""
+    arguments.kept = [getattr(source, name).contiguous() for name in names.split()]
+    for name, rows in zip(names.split(), arguments.kept, strict=True):
+        setattr(arguments, name, rows.data_ptr())
+
+
+def _point_at_side(arguments, cache, layer: int) -> None:
+    side = cache.side
+    if side.entries:
+        arguments.side_k, arguments.side_v = side.k_codes[layer].data_ptr(), side.v_codes[layer].data_ptr()
+        arguments.side_k_scale, arguments.side_v_scale = side.k_scale[layer].data_ptr(), side.v_scale[layer].data_ptr()
+
+
+class Workspace:
+    """What `plan` and decode keep between launches, for at most `max_rows` requests of at most `max_pages` pages."""
+
+    def __init__(self, cache, max_rows: int, max_pages: int, chunk_weight: int = CHUNK_WEIGHT):
+        shape, device = cache.shape, cache.device
+        chunks = most_chunks(max_pages, regions_of(cache), chunk_weight)
+        partials = max_rows * chunks if chunks > 1 else 0
+        self.limits, self.chunk_weight = (max_rows, max_pages), chunk_weight
+        self.units = torch.empty(max_rows * chunks * UNIT_BYTES, dtype=torch.uint8, device=device)
+        self.counters = torch.zeros(4, dtype=torch.int32, device=device)
+        self.arrivals = torch.zeros(max_rows * shape.kv_heads, dtype=torch.int32, device=device)
+        self.partial = torch.empty(partials * shape.query_heads * (shape.head_dim + SUMS_TAIL), device=device)
+
+    def fits(self, batch) -> bool:
+        """Whether a `DecodeBatch` is within the limits."""
+        rows, pages = batch.page_table.shape
+        return rows <= self.limits[0] and pages <= self.limits[1]
