@@ -51,7 +51,7 @@ def plan_figure(cost: StepCost, lengths: LengthDistribution, **given) -> go.Figu
     for column, values in enumerate(panels.values(), start=1):
         figure.add_trace(go.Bar(x=names, y=values, marker_color=colours), row=1, col=column)
     figure.update_yaxes(rangemode="tozero")
-    figure.update_layout(showlegend=False, height=340, width=980)
+    figure.update_layout(showlegend=False, height=290, width=860, margin={"t": 45, "b": 40})
     return figure
 
 

@@ -10,6 +10,7 @@ from kv4rl.rollout.trace import Trace
 from kv4rl.viz.style import ACCENT
 
 SYNC, ASYNC = "#555555", "#009E73"
+MARGIN = {"t": 40, "b": 60}
 ARMS = {"sync": ("synchronous", SYNC), "partial": ("partial", ASYNC)}
 
 
@@ -50,7 +51,7 @@ def concentration_trace(
                 figure.add_hline(y=level, line={"color": colour, "dash": "dash", "width": 1}, **place)
     figure.update_xaxes(title_text="decode call", row=2)
     figure.update_yaxes(rangemode="tozero")
-    figure.update_layout(height=600, width=1000)
+    figure.update_layout(height=420, width=720, margin=MARGIN)
     return figure
 
 
@@ -69,7 +70,7 @@ def carried_and_fresh(
         figure.add_vline(x=int(boundary), line={"color": "#BBBBBB", "width": 1})
     figure.update_xaxes(title_text="decode call (grey lines: policy updates)")
     figure.update_yaxes(title_text="nominal resident KV, GB")
-    figure.update_layout(height=360, width=900)
+    figure.update_layout(height=290, width=720, margin=MARGIN)
     return figure
 
 
@@ -81,7 +82,7 @@ def service_demands(states: Mapping[str, object]) -> go.Figure:
         values = [getattr(found, f"{name}_ms") for found in states.values()]
         figure.add_bar(x=list(states), y=values, name=label, marker_color=colour)
     figure.update_yaxes(title_text="idealised service time, ms")
-    figure.update_layout(barmode="group", height=380, width=860)
+    figure.update_layout(barmode="group", height=310, width=720, margin=MARGIN)
     return figure
 
 
@@ -100,5 +101,5 @@ def ratios(table: Mapping[str, Mapping[str, float]], published: Mapping[str, Map
     figure.add_hline(y=1, line={"dash": "dash", "color": "#888888"})
     figure.update_xaxes(tickvals=list(range(len(table))), ticktext=list(table))
     figure.update_yaxes(title_text="partial / synchronous", rangemode="tozero")
-    figure.update_layout(height=400, width=900)
+    figure.update_layout(height=320, width=720, margin=MARGIN)
     return figure
