@@ -47,6 +47,15 @@ def write_kv(cache, layer: int, q, k, v, where) -> torch.Tensor | None:
     return prepared
 
 
+def _versions(batch) -> tuple[int, ...]:
+    """How often each tensor of the batch was written in place.
+
+    Inference tensors keep no count: whoever works in inference mode makes a new batch for a new step, as the engine does.
+    """
+    tensors = (batch.context_tokens, batch.page_table, batch.slots)
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
+
+
 @dataclass(frozen=True)
 class Kernel:
     """One built configuration of a decode kernel and its launch shape."""
@@ -182,7 +191,7 @@ class CudaBackend:
 
     def _planned(self, cache, layer: int, batch) -> DecodePlan:
         """The plan of this step: made anew for a new batch, a changed one, or when the layers start over."""
-        versions = (batch.context_tokens._version, batch.page_table._version, batch.slots._version)
+        versions = _versions(batch)
         if self._current is not None:
             plan, planned, seen, last = self._current
             if plan.cache is cache and planned is batch and seen == versions and layer > last:

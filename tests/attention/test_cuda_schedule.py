@@ -5,10 +5,12 @@ import itertools
 import subprocess
 
 import pytest
+import torch
 
 from kv4rl.attention import cuda_arguments, jit
 from kv4rl.attention.backends import BackendUnavailable
 from kv4rl.attention.regions import regions, side_entry
+from kv4rl.cache.kv_cache import DecodeBatch
 
 HOST = """
 #include "schedule.cuh"
@@ -88,3 +90,15 @@ def test_a_short_context_is_one_chunk(schedule):
     starts = (ctypes.c_int * (cuda_arguments.MAX_CHUNKS + 1))()
     assert schedule.chunks(16 * cuda_arguments.CHUNK_WEIGHT, 0, 0, cuda_arguments.CHUNK_WEIGHT, starts) == 1
     assert schedule.chunks(16 * cuda_arguments.CHUNK_WEIGHT + 1, 0, 0, cuda_arguments.CHUNK_WEIGHT, starts) == 2
+
+
+def test_a_batch_made_in_inference_mode_has_no_write_count_and_still_gets_a_plan():
+    from kv4rl.attention.cuda import _versions
+
+    make = lambda: DecodeBatch(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), torch.zeros(1))
+    plain = make()
+    before = _versions(plain)
+    plain.context_tokens.add_(1)
+    assert _versions(plain) != before
+    with torch.inference_mode():
+        assert _versions(make()) == (0, 0, 0)
