@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from time import perf_counter
 
-from kv4rl.config import require
+from kv4rl.config import PAGE_TOKENS, require
 from kv4rl.engine.protocol import StepStats
 from kv4rl.engine.request import Request
 from kv4rl.engine.scheduler import Scheduler, StepPlan
@@ -44,7 +44,7 @@ class BatchingEngine(ABC):
             kind=plan.kind,
             active_requests=len(plan.decode),
             context_tokens=context_tokens,
-            resident_kv_bytes=used_pages * self.bytes_per_page,
+            resident_kv_bytes=context_tokens * self.bytes_per_page // PAGE_TOKENS,
             prefill_tokens=plan.prefill_tokens,
             decode_tokens=len(plan.decode),
             used_pages=used_pages,

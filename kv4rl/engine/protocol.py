@@ -13,7 +13,7 @@ class StepStats:
     kind: str  # "decode", "prefill", "mixed" or "idle"
     active_requests: int  # decode rows [B_t]
     context_tokens: int  # sum of l_i over the decode rows, each with the token written in this step
-    resident_kv_bytes: int  # bytes of the main-cache pages held while the step ran [V_t]
+    resident_kv_bytes: int  # V_t: main-cache bytes of the decode rows' contexts, nominal (no page rounding, no prefill)
     prefill_tokens: int
     decode_tokens: int
     used_pages: int  # pages held while the step ran

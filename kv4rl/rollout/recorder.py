@@ -2,6 +2,7 @@
 
 import numpy as np
 
+from kv4rl.config import PAGE_TOKENS
 from kv4rl.engine.protocol import StepStats
 from kv4rl.rollout.trace import Trace
 
@@ -51,7 +52,7 @@ class Recorder:
                 "context_tokens": context,
                 "carried_context_tokens": carried,
                 "fresh_context_tokens": context - carried,
-                "resident_kv_bytes": used_pages * bytes_per_page,
+                "resident_kv_bytes": context * bytes_per_page // PAGE_TOKENS,
                 "prefill_tokens": prefill,
                 "decode_tokens": rows,
                 "used_pages": used_pages,

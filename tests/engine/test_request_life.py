@@ -260,16 +260,17 @@ def test_more_slots_than_step_tokens_are_refused(make_fake):
 
 
 def test_step_stats_count_what_the_step_held(make_fake, make_request):
-    engine = make_fake(bytes_per_page=100)
+    engine = make_fake(bytes_per_page=160)
     engine.add(make_request(prompt=15))
     engine.step()
     stats = engine.last_step
     assert (stats.kind, stats.prefill_tokens, stats.active_requests, stats.context_tokens) == ("prefill", 15, 0, 0)
-    assert (stats.used_pages, stats.resident_kv_bytes) == (1, 100)
+    assert (stats.used_pages, stats.resident_kv_bytes) == (1, 0)  # nominal: prefill holds no decode context
     engine.step()
     assert (engine.last_step.kind, engine.last_step.context_tokens, engine.last_step.used_pages) == ("decode", 16, 1)
     engine.step()
     assert (engine.last_step.context_tokens, engine.last_step.used_pages) == (17, 2)
+    assert engine.last_step.resident_kv_bytes == 170  # ten bytes a position, pages not rounded up
 
 
 def test_a_cost_model_replaces_the_clock(make_fake, make_request):
