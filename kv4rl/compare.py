@@ -21,7 +21,7 @@ class Comparison:
 
 
 def _bits(group: str, arm: str) -> Comparison:
-    where = {"arm": arm, "metric": "bits_per_element"}
+    where = {"arm": arm, "model": "mini-qwen3", "metric": "bits_per_element"}  # head_dim 128, as the paper's
     return Comparison(
         f"storage/{group}/bits", f"bits per element, {group}", "fidelity.csv", where, "counted from bytes"
     )

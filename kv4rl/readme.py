@@ -9,11 +9,12 @@ import re
 from pathlib import Path
 
 from kv4rl.compare import ABSENT, compare
+from kv4rl.config import PRECISIONS
 from kv4rl.results import REPOSITORY, read_rows
 from kv4rl.train_rows import read_curves, summary
 from kv4rl.viz.fidelity import sampler_kl_bars
 from kv4rl.viz.kernels import kernel_speedups
-from kv4rl.viz.style import use_template
+from kv4rl.viz.style import PRECISION_NAMES, use_template
 from kv4rl.viz.training import learning_curves
 
 README = REPOSITORY / "README.md"
@@ -47,6 +48,19 @@ def training() -> str:
     return _table(rows, tuple(rows[0]) if rows else ())
 
 
+def kernels() -> str:
+    """Speedup of one layer's decode attention over FlashInfer BF16, one row a shape of Table A3."""
+    rows = read_rows("kernels.csv", metric="speedup_vs_bf16", model="tp2_16q4kv")
+    shapes = sorted({row["shape"] for row in rows if "x" in row["shape"]}, key=lambda shape: int(shape.split("x")[1]))
+    lines = []
+    for shape in shapes:
+        speed = {row["arm"]: f"{float(row['value']):.2f}x" for row in rows if row["shape"] == shape}
+        batch, context = shape.split("x")
+        cells = {PRECISION_NAMES[name]: speed.get(name, "") for name in PRECISIONS[1:]}
+        lines.append({"active requests": batch, "context tokens": context, **cells})
+    return _table(lines, tuple(lines[0]) if lines else ())
+
+
 def _table(rows: list[dict], columns: tuple[str, ...]) -> str:
     if not rows:
         return "*No rows yet.*"
@@ -54,7 +68,7 @@ def _table(rows: list[dict], columns: tuple[str, ...]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row[name] for name in columns) + " |" for row in rows])
 
 
-BLOCKS = {"notebooks": notebooks, "results": results, "training": training}
+BLOCKS = {"notebooks": notebooks, "results": results, "training": training, "kernels": kernels}
 
 
 def rewrite(text: str) -> str:

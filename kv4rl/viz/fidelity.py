@@ -22,6 +22,7 @@ def sampler_kl_bars(rows: Sequence[Mapping[str, str]], *, title: str = "") -> go
             marker_color=[PRECISION_COLOURS[precision] for precision in order],
             text=[f"{value:.2e}" for value in values],
             textposition="inside",
+            insidetextanchor="start",
             error_y={
                 "type": "data",
                 "symmetric": False,
@@ -30,6 +31,6 @@ def sampler_kl_bars(rows: Sequence[Mapping[str, str]], *, title: str = "") -> go
             },
         )
     )
-    figure.update_yaxes(type="log", title_text="sampler KL, nats (Eq. 5.2)", exponentformat="power")
+    figure.update_yaxes(type="log", title_text="sampler KL, nats (Eq. 5.2)", exponentformat="power", dtick=1)
     figure.update_layout(title=title, height=380, width=560)
     return figure
