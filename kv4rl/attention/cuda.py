@@ -50,7 +50,7 @@ def write_kv(cache, layer: int, q, k, v, where) -> torch.Tensor | None:
 def _versions(batch) -> tuple[int, ...]:
     """How often each tensor of the batch was written in place.
 
-    Inference tensors keep no count: whoever works in inference mode makes a new batch for each step, as our engine does.
+    In inference mode they keep no count, and a caller makes a new batch for each step, as the engine does.
     """
     tensors = (batch.context_tokens, batch.page_table, batch.slots)
     return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
