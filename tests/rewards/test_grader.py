@@ -97,12 +97,12 @@ def test_pathological_answers_end_within_the_deadline(impatient, answer):
     took = time.monotonic() - start
     assert (verdict.verl, verdict.last_box) == (0.0, 0.0)
     assert (bystander.verl, bystander.last_box) == (1.0, 1.0)
-    assert took < 30  # the deadline is 1 s; the rest is room for a replacement to start on a crowded machine
+    assert took < 60  # the deadline is 2 s; the rest is room for a replacement to start on a crowded machine
 
 
 @pytest.fixture(scope="module")
 def impatient():
-    with Grader(workers=1, timeout_s=1.0) as pool:
+    with Grader(workers=1, timeout_s=2.0) as pool:
         yield pool
 
 
