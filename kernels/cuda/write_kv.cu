@@ -201,10 +201,29 @@ __device__ __forceinline__ void write_query(WriteArguments const& a, int token, 
   if (lane == 0) *reinterpret_cast<QueryTail*>(row + kD) = {scale, static_cast<float>(sum)};
 }
 
-__device__ __forceinline__ void write_side(WriteArguments const& a, Vector const& y, int token, int head, bool is_v,
-                                           int lane) {
+// Where a token goes, read in one go and before anything that depends on it: under load a read takes a microsecond.
+struct Place {
+  int64_t page;
+  int offset, slot, entry;
+};
+
+__device__ __forceinline__ int64_t read_now(int64_t const* from, int token) {
+  return *static_cast<int64_t const volatile*>(from + token);
+}
+
+__device__ __forceinline__ Place read_place(WriteArguments const& a, int token) {
+  Place at = {read_now(a.page_ids, token), static_cast<int>(read_now(a.offsets, token)), 0, -1};
+  if (a.side_k != nullptr) {
+    at.slot = static_cast<int>(read_now(a.slots, token));
+    at.entry = static_cast<int>(read_now(a.side_entries, token));
+  }
+  return at;
+}
+
+__device__ __forceinline__ void write_side(WriteArguments const& a, Vector const& y, Place const& place, int head,
+                                           bool is_v, int lane) {
   __half const scale = saturate(__fdiv_rn(largest(y), 127.0f));
-  int64_t const at = (a.slots[token] * a.kv_heads + head) * a.entries + a.side_entries[token];
+  int64_t const at = (int64_t(place.slot) * a.kv_heads + head) * a.entries + place.entry;
   store_row((is_v ? a.side_v : a.side_k) + at * kD, symmetric(y, __half2float(scale)), lane);
   if (lane == 0) (is_v ? a.side_v_scale : a.side_k_scale)[at] = scale;
 }
@@ -240,17 +259,21 @@ __device__ __forceinline__ void write_plain(WriteArguments const& a, void const*
 
 __device__ __forceinline__ void write_key_value(WriteArguments const& a, uint8_t* row, int token, int head, bool is_v,
                                                 int lane) {
-  int64_t const page = a.page_ids[token];
-  if (page < 0) return;
-  int const in_page = static_cast<int>(a.offsets[token]);
+  Place const place = read_place(a, token);
   void const* source = is_v ? a.v : a.k;
-  int64_t const at = token * (is_v ? a.v_stride : a.k_stride) + head * kD, chunk = page * a.kv_heads + head;
-  if (a.precision == kPlain) return write_plain(a, source, at, chunk, in_page, is_v, lane);
+  int64_t const at = token * (is_v ? a.v_stride : a.k_stride) + head * kD;
+  int const in_page = place.offset;
+  int64_t const chunk = place.page * a.kv_heads + head;
+  if (a.precision == kPlain) {
+    if (place.page >= 0) write_plain(a, source, at, chunk, in_page, is_v, lane);
+    return;
+  }
   Vector y = load_vector(source, a.input_type, at, lane);
+  if (place.page < 0) return;
   if (!is_v) rotate(y, lane);
   int const bytes = a.precision == kInt8 ? Int8Chunk<kD>::bytes : Int4Chunk<kD>::bytes;
   write_page(a, y, a.pages + chunk * bytes, row, in_page, is_v, lane);
-  if (a.side_k != nullptr && a.side_entries[token] >= 0) write_side(a, y, token, head, is_v, lane);
+  if (place.entry >= 0) write_side(a, y, place, head, is_v, lane);
 }
 
 // Blocks are (token, eight vectors of it).
