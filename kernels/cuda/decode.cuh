@@ -273,6 +273,7 @@ struct Consumer : Block {
       if constexpr (C::kProtected) attend_side(work.unit, min(work.unit.last_tile, tiles.side));
       release(address + C::item_empty + 8 * item.stage);
       item.advance();
+      if constexpr (Format::has_byte_operand) softmax.leave_reference(Format::low_rows, Format::high_rows);
       attend_pages(work.unit, tiles);
       finish(work);
     }
@@ -307,7 +308,8 @@ struct Consumer : Block {
       if (mine) SideFormat<D>::accumulate(slot(), lane, operand[0], softmax.o);
       release_row();
     }
-    softmax.scale_output(Format::low_rows, Format::high_rows);  // to the unit that the main pages add in
+    if constexpr (!Format::has_byte_operand)
+      softmax.scale_output(Format::low_rows, Format::high_rows);  // to the unit that the main pages add in
   }
 
   __device__ __forceinline__ void score_side(int entry, int valid, uint32_t scales, uint32_t (&operand)[1][N][2]) {
@@ -383,11 +385,18 @@ struct Consumer : Block {
     if (taken.position[0] < tiles.begin || taken.position[T - 1] + kPageTokens > tiles.end)  // positions rise
 #pragma unroll
       for (int k = 0; k < T; ++k) mask(taken.position[k], tiles, s[k], m[k]);
-    uint32_t operand[T][N][2];
-    softmax.template absorb<Format::has_offset, Format::has_bf16_operand, T>(s, m, operand);
+    if constexpr (Format::has_byte_operand) {
+      uint32_t operand[T][N];
+      float unit[N][2];
+      softmax.template absorb_bytes<Format::has_offset, T>(s, m, operand, unit);
+      Format::template accumulate_bytes<N, T>(taken.tile, operand, unit, softmax.o);
+    } else {
+      uint32_t operand[T][N][2];
+      softmax.template absorb<Format::has_offset, Format::has_bf16_operand, T>(s, m, operand);
 #pragma unroll
-    for (int k = 0; k < T; ++k)
-      Format::accumulate(taken.tile[k], operand[k], softmax.o, tiles.end - taken.position[k]);
+      for (int k = 0; k < T; ++k)
+        Format::accumulate(taken.tile[k], operand[k], softmax.o, tiles.end - taken.position[k]);
+    }
     if constexpr (!Format::in_registers) release(taken);
   }
 

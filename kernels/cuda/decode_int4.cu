@@ -1,11 +1,14 @@
 // decode_int4: attention over INT4 pages (kv4), and, with PROTECTED, over the INT8 sink and recent entries in the same
 // launch (kv4rl). One configuration a build: HEAD_DIM, QUERY_TILES (of 8 heads), PROTECTED, WARPS, BLOCKS (per SM),
-// STAGES (of the ring), TILES (a warp takes at once).
+// STAGES (of the ring), TILES (a warp takes at once), BYTES (P in 8 bits, as the paper's A.3; else FP16).
+#include <type_traits>
+
 #include "launch.cuh"
 
 namespace kv4rl {
 
-using Configuration = Config<Int4Format<HEAD_DIM>, HEAD_DIM, QUERY_TILES, WARPS, STAGES, TILES, PROTECTED>;
+using Format = std::conditional_t<BYTES, Int4BytesFormat<HEAD_DIM>, Int4Format<HEAD_DIM>>;
+using Configuration = Config<Format, HEAD_DIM, QUERY_TILES, WARPS, STAGES, TILES, PROTECTED>;
 constexpr int kThreads = (WARPS + 1) * kWarp;
 
 extern "C" __global__ void __launch_bounds__(kThreads, BLOCKS)

@@ -29,7 +29,7 @@ struct Int4Format {
   using Chunk = Int4Chunk<D>;
   template <int N>
   using Query = QueryCodes<D, N>;
-  static constexpr bool has_offset = true, has_bf16_operand = false;
+  static constexpr bool has_offset = true, has_bf16_operand = false, has_byte_operand = false;
   static constexpr bool in_registers = true;  // a tile whose values are loaded no longer needs its chunk
   static constexpr float low_rows = kLowNibble, high_rows = kHighNibble;
 
@@ -99,12 +99,44 @@ struct Int4Format {
   }
 };
 
+// INT4 pages with the paper's 8-bit P: two tiles are the 32 tokens of one integer MMA (one, beside a tile of zeros).
+template <int D>
+struct Int4BytesFormat : Int4Format<D> {
+  static constexpr bool has_byte_operand = true;
+  static constexpr float low_rows = 1.0f, high_rows = 16.0f;  // high nibbles are multiplied where they stand
+
+  template <int N, int T>
+  static __device__ __forceinline__ void accumulate_bytes(typename Int4Format<D>::Tile const (&tile)[T],
+                                                          uint32_t const (&operand)[T][N], float const (&unit)[N][2],
+                                                          float (&o)[N][D / 16][4]) {
+    static_assert(T <= 2, "an integer MMA takes the tokens of two tiles");
+    constexpr uint32_t low = 0x0F0F0F0Fu, high = 0xF0F0F0F0u;
+#pragma unroll
+    for (int j = 0; j < D / 16; ++j) {
+      uint32_t word[2] = {};
+#pragma unroll
+      for (int i = 0; i < T; ++i) {
+        uint4 const& v = tile[i].v[j / 4];
+        word[i] = j % 4 == 0 ? v.x : j % 4 == 1 ? v.y : j % 4 == 2 ? v.z : v.w;
+      }
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        int c[4] = {};
+        mma_u8u8(c, word[0] & low, word[0] & high, word[1] & low, word[1] & high, operand[0][n],
+                 T > 1 ? operand[T - 1][n] : 0u);
+#pragma unroll
+        for (int k = 0; k < 4; ++k) o[n][j][k] = fmaf(float(c[k]), unit[n][k & 1], o[n][j][k]);
+      }
+    }
+  }
+};
+
 template <int D>
 struct Int8Format {
   using Chunk = Int8Chunk<D>;
   template <int N>
   using Query = QueryCodes<D, N>;
-  static constexpr bool has_offset = false, has_bf16_operand = false, in_registers = true;
+  static constexpr bool has_offset = false, has_bf16_operand = false, has_byte_operand = false, in_registers = true;
   static constexpr float low_rows = 1.0f, high_rows = 1.0f;
 
   struct Tile {
@@ -218,7 +250,7 @@ struct PlainFormat {
   };
   template <int N>
   using Query = QueryElements<D, N>;
-  static constexpr bool has_offset = false, has_bf16_operand = kBf16, in_registers = false;
+  static constexpr bool has_offset = false, has_bf16_operand = kBf16, has_byte_operand = false, in_registers = false;
   static constexpr float low_rows = 1.0f, high_rows = 1.0f;
 
   struct Tile {

@@ -59,15 +59,64 @@ struct OnlineSoftmax {
     }
   }
 
-  // Take the scores (log2 domain, -inf where masked) and value metadata of T tiles; give P's operands.
+  // Take the scores (log2 domain, -inf where masked) and value metadata of T tiles; give P's FP16 (or BF16) operands.
   template <bool kOffset, bool kBf16, int T>
   __device__ __forceinline__ void absorb(float const (&s)[T][N][4], Metadata const (&m)[T],
                                          uint32_t (&operand)[T][N][2]) {
+    float p[T][N][4];
+    probabilities<kOffset, true>(s, m, p);
+#pragma unroll
+    for (int i = 0; i < T; ++i) {
+      float const early = m[i].v_scale[0] * inverse, late = m[i].v_scale[1] * inverse;
+#pragma unroll
+      for (int n = 0; n < N; ++n) {
+        operand[i][n][0] = transpose8x8(pack_16bit<kBf16>(p[i][n][0] * early, p[i][n][1] * early));
+        operand[i][n][1] = transpose8x8(pack_16bit<kBf16>(p[i][n][2] * late, p[i][n][3] * late));
+      }
+    }
+  }
+
+  // The paper's 8-bit operands (A.3): p * v_scale = unit * byte, the unit of a head the largest of the T tiles / 255.
+  // A register holds tokens 2t, 2t + 8, 2t + 1, 2t + 9 of one tile.
+  template <bool kOffset, int T>
+  __device__ __forceinline__ void absorb_bytes(float const (&s)[T][N][4], Metadata const (&m)[T],
+                                               uint32_t (&operand)[T][N], float (&unit)[N][2]) {
+    float p[T][N][4];
+    probabilities<kOffset, false>(s, m, p);
+#pragma unroll
+    for (int n = 0; n < N; ++n) {
+      float steps[2];
+#pragma unroll
+      for (int h = 0; h < 2; ++h) {
+        float most = 0.0f;
+#pragma unroll
+        for (int i = 0; i < T; ++i) {
+          p[i][n][h] *= m[i].v_scale[0], p[i][n][h + 2] *= m[i].v_scale[1];
+          most = fmaxf(most, fmaxf(p[i][n][h], p[i][n][h + 2]));
+        }
+        most = max_over_tokens(most);
+        steps[h] = most > 0.0f ? 255.0f / most : 0.0f;
+        unit[n][h] = most * (1.0f / 255.0f);
+      }
+#pragma unroll
+      for (int i = 0; i < T; ++i) {
+        uint32_t bytes[4];
+#pragma unroll
+        for (int k = 0; k < 4; ++k) bytes[k] = __float2int_rn(p[i][n][k] * steps[k & 1]);
+        operand[i][n] = transpose8x8(bytes[0] | bytes[1] << 16) | transpose8x8(bytes[2] | bytes[3] << 16) << 8;
+      }
+    }
+  }
+
+  // p of T tiles, with the maxima, the sums and (kReference) the reference scale brought up to them.
+  template <bool kOffset, bool kReference, int T>
+  __device__ __forceinline__ void probabilities(float const (&s)[T][N][4], Metadata const (&m)[T],
+                                                float (&p)[T][N][4]) {
     float most = m[0].v_scale[0];
     float seen[N][2];
 #pragma unroll
     for (int i = 1; i < 2 * T; ++i) most = fmaxf(most, m[i / 2].v_scale[i % 2]);
-    bool risen = most * inverse > kOperandTop;
+    bool risen = kReference && most * inverse > kOperandTop;
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -77,32 +126,31 @@ struct OnlineSoftmax {
         for (int i = 1; i < T; ++i) seen[n][h] = fmaxf(seen[n][h], fmaxf(s[i][n][h], s[i][n][h + 2]));
         risen = risen || seen[n][h] > top[n][h];
       }
-    if (__any_sync(~0u, risen)) raise(seen, most);
+    if (__any_sync(~0u, risen)) raise<kReference>(seen, most);
 #pragma unroll
-    for (int i = 0; i < T; ++i) {
-      float const early = m[i].v_scale[0] * inverse, late = m[i].v_scale[1] * inverse;
+    for (int i = 0; i < T; ++i)
 #pragma unroll
       for (int n = 0; n < N; ++n) {
-        float p[4];
 #pragma unroll
-        for (int k = 0; k < 4; ++k) p[k] = exp2_approx(s[i][n][k] - top[n][k & 1]);
+        for (int k = 0; k < 4; ++k) p[i][n][k] = exp2_approx(s[i][n][k] - top[n][k & 1]);
 #pragma unroll
         for (int h = 0; h < 2; ++h) {
-          total[n][h] += p[h] + p[h + 2];
+          total[n][h] += p[i][n][h] + p[i][n][h + 2];
           if constexpr (kOffset)
-            offset[n][h] = fmaf(p[h], m[i].v_offset[0], fmaf(p[h + 2], m[i].v_offset[1], offset[n][h]));
+            offset[n][h] = fmaf(p[i][n][h], m[i].v_offset[0], fmaf(p[i][n][h + 2], m[i].v_offset[1], offset[n][h]));
         }
-        operand[i][n][0] = transpose8x8(pack_16bit<kBf16>(p[0] * early, p[1] * early));
-        operand[i][n][1] = transpose8x8(pack_16bit<kBf16>(p[2] * late, p[3] * late));
       }
-    }
   }
 
   // Move the maxima and the reference scale up to these tiles', and bring what was summed to the new ones. Rare.
+  template <bool kReference>
   __device__ __forceinline__ void raise(float const (&lane_max)[N][2], float v_scale) {
-    float const lowered = fminf(inverse, inverse_reference(max_over_tokens(v_scale)));
-    float const rescale = lowered / inverse;  // both powers of two
-    inverse = lowered;
+    float rescale = 1.0f;
+    if constexpr (kReference) {
+      float const lowered = fminf(inverse, inverse_reference(max_over_tokens(v_scale)));
+      rescale = lowered / inverse;  // both powers of two
+      inverse = lowered;
+    }
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
@@ -119,6 +167,12 @@ struct OnlineSoftmax {
           o[n][j][h + 2] *= factor * rescale;
         }
       }
+  }
+
+  // Bring the output from the unit of FP16 operands to that of codes themselves, times low_rows and high_rows.
+  __device__ __forceinline__ void leave_reference(float low_rows, float high_rows) {
+    scale_output(low_rows / inverse, high_rows / inverse);
+    inverse = 1.0f;
   }
 
   __device__ __forceinline__ void scale_output(float low_rows, float high_rows) {

@@ -21,7 +21,6 @@ from kv4rl.attention.cuda_arguments import (
     prepared_queries,
     write_arguments,
 )
-from kv4rl.attention.triton import TritonBackend
 from kv4rl.config import require
 from kv4rl.formats.packing import chunk_bytes
 
@@ -79,24 +78,26 @@ class Tuning:
 
 
 TUNING = {"kv4": Tuning(4, 3, 2), "kv4rl": Tuning(4, 3, 2), "kv8": Tuning(4, 2, 1), "bf16": Tuning(4, 2, 1)}
+BYTES_TUNING = Tuning(4, 2, 2)  # 8-bit P: more registers
 
 
 @lru_cache
 def decode_kernel(
-    precision: str, head_dim: int, group: int, dtype: torch.dtype, entries: int, tuning: Tuning | None = None
-) -> Kernel:
+    precision: str, head_dim: int, group: int, dtype: torch.dtype, entries: int, operand: str = "fp16",
+    tuning: Tuning | None = None,
+) -> Kernel:  # fmt: skip
     """Build and describe the decode kernel of a precision and head shape, with `entries` side-buffer positions.
 
     Wide heads hold more output in registers and have larger pages: fewer blocks and one page at a time then.
     """
     query_tiles = 1 if group <= 8 else 2
     size = query_tiles * head_dim
-    tuning = tuning or TUNING[precision]
+    tuning = tuning or (BYTES_TUNING if operand == "u8" else TUNING[precision])
     if size > 128:
         tuning = Tuning(tuning.warps, 2 if size == 256 else 1, 1)
     name, defines = KERNELS[precision], {"HEAD_DIM": head_dim, "QUERY_TILES": query_tiles, "WARPS": tuning.warps}
     if name == "decode_int4":
-        defines["PROTECTED"] = precision == "kv4rl"
+        defines |= {"PROTECTED": precision == "kv4rl", "BYTES": operand == "u8"}
     if name == "decode_bf16":
         defines["BF16"] = dtype == torch.bfloat16
     for blocks in range(tuning.blocks, 0, -1):
@@ -138,7 +139,8 @@ class DecodePlan:
         self.cache = cache
         self.workspace = Workspace(cache, max_rows, max_pages, chunk_weight)
         self.kernel = decode_kernel(
-            cache.kv.precision, shape.head_dim, shape.group, shape.dtype, cache.side.entries
+            cache.kv.precision, shape.head_dim, shape.group, shape.dtype, cache.side.entries,
+            cache.kv.probability_operand,
         )  # fmt: skip
         self.batch = None
 
@@ -180,9 +182,6 @@ class CudaBackend:
         if cache.kv.precision == "bf16" and q.dtype == torch.float32:
             explain("decode of FP32 pages runs on the reference: the tensor cores take 16-bit elements")
             return ReferenceBackend().decode(cache, layer, q, batch, return_lse)
-        if cache.kv.probability_operand == "u8":
-            explain("decode with 8-bit probabilities runs on the Triton kernels: the CUDA kernels use FP16")
-            return TritonBackend().decode(cache, layer, q, batch, return_lse)
         prepared = write_kv(cache, layer, q, None, None, None)
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None

@@ -70,11 +70,13 @@ def layout(lengths, generator) -> tuple[DecodeBatch, int]:
 class OurDecode:
     """One precision of ours over `layers` layers of random content."""
 
-    def __init__(self, precision: str, workload: Workload, heads: tuple[int, int], seed: int = 0):
+    def __init__(
+        self, precision: str, workload: Workload, heads: tuple[int, int], operand: str = "fp16", seed: int = 0
+    ):
         self.generator = torch.Generator("cuda").manual_seed(seed)
         self.batch, pages = layout(workload.lengths, self.generator)
         rows = len(workload.lengths)
-        kv = KVConfig(precision)
+        kv = KVConfig(precision, probability_operand=operand)
         chunk = chunk_bytes(precision, HEAD_DIM, torch.bfloat16)
         self.layers = layers_beyond_cache(pages * heads[1] * chunk)
         shape = CacheShape(self.layers, *heads, HEAD_DIM, torch.bfloat16)
@@ -188,6 +190,8 @@ def _make(arm: str, workload: Workload, heads: tuple[int, int]):
         return FlashInferDecode(workload, heads)
     if arm == "fp8_flashinfer":
         return FlashInferDecode(workload, heads, torch.float8_e4m3fn)
+    if arm == "kv4_p8":
+        return OurDecode("kv4", workload, heads, operand="u8")
     return OurDecode(arm, workload, heads)
 
 
@@ -217,7 +221,9 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kv4rl.bench kernels", description=__doc__)
     parser.add_argument("--workloads", default="all", choices=("all", "table", "ragged", "small", "quick"))
     parser.add_argument("--shards", nargs="+", default=["tp2_16q4kv"], choices=tuple(SHARDS))
-    parser.add_argument("--arms", nargs="+", default=[BASELINE, *ARMS], help="also: fp8_flashinfer, bf16 (ours)")
+    parser.add_argument(
+        "--arms", nargs="+", default=[BASELINE, *ARMS], help="also: kv4_p8, fp8_flashinfer, bf16 (ours)"
+    )
     parser.add_argument("--out", default=FILE, help="CSV under data/results, or a path")
     options = parser.parse_args(arguments)
 

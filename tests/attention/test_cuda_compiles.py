@@ -15,7 +15,7 @@ SMALL = {"HEAD_DIM": 128, "QUERY_TILES": 1, "WARPS": 4, "BLOCKS": 3, "STAGES": 7
 BUILDS = {
     "plan": [{}],
     "write_kv": [{"HEAD_DIM": d} for d in (64, 128, 256)],
-    "decode_int4": [SMALL | {"PROTECTED": p} for p in (0, 1)],
+    "decode_int4": [SMALL | {"PROTECTED": p, "BYTES": b, "BLOCKS": 3 - b} for p in (0, 1) for b in (0, 1)],
     "decode_int8": [SMALL | {"BLOCKS": 2, "STAGES": 6, "TILES": 1}],
     "decode_bf16": [SMALL | {"BLOCKS": 2, "STAGES": 3, "TILES": 1, "BF16": b} for b in (0, 1)],
 }

@@ -107,6 +107,7 @@ class Emulated:
         defines = {"HEAD_DIM": shape.head_dim, "QUERY_TILES": 1 if shape.group <= 8 else 2, "WARPS": 2, "BLOCKS": 1}
         defines |= {"STAGES": 3, "TILES": 2 if shape.head_dim == 128 else 1}
         defines |= {"PROTECTED": cache.kv.precision == "kv4rl", "BF16": shape.dtype == torch.bfloat16}
+        defines |= {"BYTES": cache.kv.probability_operand == "u8"}
         library = self.library(KERNELS[cache.kv.precision], tuple(defines.items()))
         library.run(ctypes.byref(arguments), BLOCKS)
         assert space.counters[1:].eq(0).all()  # the next layer starts afresh
@@ -192,6 +193,19 @@ def test_decode_of_unquantised_pages_matches_float64(emulated, dtype):
 @pytest.mark.parametrize(("s", "w"), [(0, 0), (0, 20), (16, 0), (33, 7), (16, 128)])
 def test_decode_matches_float64_for_any_protected_widths(emulated, s, w):
     check(emulated, *filled(KVConfig("kv4rl", sink_tokens=s, recent_tokens=w), [15, 16, 17, 143, 144, 145, 161]))
+
+
+@pytest.mark.parametrize(("precision", "d"), [("kv4", 64), ("kv4", 128), ("kv4rl", 128)])
+def test_eight_bit_probabilities_are_as_near_as_the_references(emulated, precision, d):
+    """Both round P to 255 steps of a dynamic scale, over tiles of other tokens: errors of one size, below a percent."""
+    kv = KVConfig(precision, sink_tokens=4, recent_tokens=20, probability_operand="u8")
+    cache, batch, q = filled(kv, [1, 17, 40, 150], d=d, group=3)
+    exact, exact_lse = oracle(cache, 0, q, batch, query="int8")
+    out, lse = emulated.decode(cache, 0, q, batch, return_lse=True)
+    reference = cache.decode(0, q, batch)
+    assert (out.double() - exact).norm() <= 2 * (reference.double() - exact).norm()
+    assert (out.double() - exact).norm() <= 1e-2 * exact.norm()
+    torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-4)
 
 
 def test_a_request_has_the_same_bits_alone_and_in_a_batch(emulated):

@@ -50,6 +50,16 @@ def test_decode_matches_float64_for_any_protected_widths(make_case, s, w):
     check_against_float64(case, *case.cache.decode(1, case.q, case.batch, return_lse=True))
 
 
+@pytest.mark.parametrize("precision", ["kv4", "kv4rl"])
+@pytest.mark.parametrize("group", [4, 12])
+def test_eight_bit_probabilities_are_as_near_as_the_references(make_case, precision, group):
+    case = make_case(KVConfig(precision, probability_operand="u8"), [1, 17, 150, 1000, 5000], group=group)
+    exact, _ = oracle(case.cache, 1, case.q, case.batch, query="int8")
+    reference = choose_backend("reference", "cuda").decode(case.cache, 1, case.q, case.batch)
+    ours = relative_error(case.cache.decode(1, case.q, case.batch), exact)
+    assert ours <= 2 * relative_error(reference, exact)
+
+
 @pytest.mark.parametrize("precision", ALL)
 def test_a_request_has_the_same_bits_alone_and_in_any_batch(make_case, precision):
     lengths = [5000, 17, 20000, 900, 1025, 0, 4097]

@@ -99,6 +99,9 @@ inline double bf16_of(uint32_t w, int i) { return __uint_as_float(w >> 16 * i <<
 inline void mma_u8s8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   emulate_mma<32>(c, {a0, a1, a2, a3}, {b0, b1}, u8_of, s8_of);
 }
+inline void mma_u8u8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
+  emulate_mma<32>(c, {a0, a1, a2, a3}, {b0, b1}, u8_of, u8_of);
+}
 inline void mma_s8s8(int (&c)[4], uint32_t a0, uint32_t a1, uint32_t a2, uint32_t a3, uint32_t b0, uint32_t b1) {
   emulate_mma<32>(c, {a0, a1, a2, a3}, {b0, b1}, s8_of, s8_of);
 }
