@@ -26,7 +26,7 @@ _MINI = TrainConfig(
     model="mini-qwen3",
     tasks="mini",
     output_dir="runs/mini",
-    updates=30,
+    updates=25,
     evaluate_prompts=64,
     evaluate_samples=4,
     evaluate_temperature=1.0,  # at Table A2's 0.6 the careless model makes no slips, and training shows nothing
@@ -43,7 +43,7 @@ _MINI = TrainConfig(
         workspace_tokens=8192,
         cache_pages=4096,
     ),
-    grpo=GRPOConfig(learning_rate=3e-4, warmup_updates=2, microbatch_tokens=2048),
+    grpo=GRPOConfig(learning_rate=1.5e-4, warmup_updates=2, microbatch_tokens=2048),
 )
 
 PRESETS: dict[str, TrainConfig] = {
