@@ -1,6 +1,7 @@
 // The kernel itself, and its launch from the host.
 #pragma once
 #include "merge.cuh"
+#include "stream.cuh"
 
 namespace kv4rl {
 

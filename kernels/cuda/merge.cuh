@@ -3,7 +3,7 @@
 #pragma once
 #include <cuda_bf16.h>
 
-#include "decode.cuh"
+#include "attend.cuh"
 
 namespace kv4rl {
 

@@ -1,0 +1,162 @@
+// The streaming warp: items off the counter, their queries and pages into shared memory.
+#pragma once
+#include "bulk_copy.cuh"
+#include "decode.cuh"
+
+namespace kv4rl {
+
+// An item before its turn: what its stream will need is read while the one before it is sent, since under load each
+// of these dependent reads takes a microsecond.
+struct Upcoming {
+  static constexpr int kScales = 8;  // (k_scale, v_scale) pairs of a lane read ahead: 256 side entries
+  Item item;                         // head -1: there is none
+  Tiles tiles;
+  int64_t pages;  // this lane's of the first kWarp page ids
+  __half2 scales[kScales];
+};
+
+template <class C>
+struct Producer : Block {
+  static constexpr int kBatch = kWarp / C::W * C::W;  // page ids fetched at once, one a lane
+  uint64_t stream;
+  int tickets;
+  Cursor<C::R> row;
+  Cursor<kItemsAhead> item;
+
+  __device__ __forceinline__ void run() {
+    stream = evict_first_policy();
+    tickets = a.counters->units * a.kv_heads;
+    Upcoming now = look_up(blockIdx.x);
+    int ticket = take();
+    read_ahead(now);
+    while (now.item.head >= 0) {
+      announce(now);
+      Upcoming next = look_up(__shfl_sync(~0u, ticket, 0));
+      ticket = take();
+      if constexpr (C::kProtected) send_side(now);
+      read_ahead(next);
+      send_pages(now);
+      now = next;
+    }
+    announce(now);
+    leave();
+  }
+
+  // The ticket after next, in lane 0; nobody waits for it yet.
+  __device__ __forceinline__ int take() {
+    return lane == 0 ? int(gridDim.x) + atomicAdd(&a.counters->next, 1) : 0;
+  }
+
+  __device__ __forceinline__ Upcoming look_up(int ticket) const {
+    Upcoming it;
+    it.item.head = -1;
+    if (ticket < tickets) it.item = Item{a.units[ticket / a.kv_heads], ticket % a.kv_heads, {}};
+    return it;
+  }
+
+  __device__ __forceinline__ void read_ahead(Upcoming& it) const {
+    if (it.item.head < 0) return;
+    Unit const& unit = it.item.unit;
+    it.tiles = tiles_of(unit.context, a.sink, a.recent);
+    it.pages = lane < min(kBatch, page_count(it)) ? page_ids(it)[lane] : 0;
+    if constexpr (C::kProtected)
+#pragma unroll
+      for (int i = 0; i < Upcoming::kScales; ++i) it.scales[i] = side_scales(it, i * kWarp + lane);
+  }
+
+  __device__ __forceinline__ int first_page(Upcoming const& it) const {  // of the main region's
+    return max(it.item.unit.first_tile - it.tiles.side, 0);
+  }
+  __device__ __forceinline__ int page_count(Upcoming const& it) const {
+    return max(it.item.unit.last_tile - it.tiles.side, 0) - first_page(it);
+  }
+  __device__ __forceinline__ int64_t const* page_ids(Upcoming const& it) const {
+    return a.page_table + it.item.unit.request * a.page_table_stride + it.tiles.first_page + first_page(it);
+  }
+  __device__ __forceinline__ int64_t side_row(Upcoming const& it) const {
+    return (int64_t(it.item.unit.slot) * a.kv_heads + it.item.head) * (a.sink + a.recent);
+  }
+
+  // (k_scale, v_scale) of a side entry, 0 where there is none.
+  __device__ __forceinline__ __half2 side_scales(Upcoming const& it, int entry) const {
+    int const valid = it.item.unit.first_tile < it.tiles.side ? min(a.sink + a.recent, it.item.unit.context) : 0;
+    if (entry >= valid) return __half2half2(__ushort_as_half(0));
+    int64_t const at = side_row(it) + entry;
+    return __halves2half2(a.side_k_scale[at], a.side_v_scale[at]);
+  }
+
+  __device__ __forceinline__ void announce(Upcoming const& it) {
+    barrier_wait(address + C::item_empty + 8 * item.stage, item.parity ^ 1);
+    if constexpr (C::kProtected)
+      if (it.item.head >= 0) store_scales(it);
+    uint32_t const ready = address + C::item_full + 8 * item.stage;
+    if (lane == 0) {
+      reinterpret_cast<Item*>(base + C::items)[item.stage] = it.item;
+      if (it.item.head < 0) {
+        barrier_arrive(ready);
+      } else {
+        int const bytes = a.group * C::Query::row;
+        barrier_expect(ready, bytes);
+        bulk_copy(address + C::queries + item.stage * C::query_bytes,
+                  a.query + (int64_t(it.item.unit.request) * a.kv_heads + it.item.head) * bytes, bytes, ready, stream);
+      }
+    }
+    item.advance();
+  }
+
+  __device__ __forceinline__ void store_scales(Upcoming const& it) {
+    int const bytes = C::scale_bytes(a.sink + a.recent);
+    __half2* to = reinterpret_cast<__half2*>(base + C::scales(a.group) + item.stage * bytes);
+#pragma unroll
+    for (int i = 0; i < Upcoming::kScales; ++i)
+      if (i * kWarp + lane < bytes / 4) to[i * kWarp + lane] = it.scales[i];
+    for (int i = Upcoming::kScales * kWarp + lane; i < bytes / 4; i += kWarp) to[i] = side_scales(it, i);
+    __syncwarp();
+  }
+
+  // One ring stage: lane w < W sends warp w's tile, of `bytes` bytes (0: none).
+  __device__ __forceinline__ void send_row(uint8_t const* source, int bytes) {
+    uint32_t const full = address + C::full + 8 * row.stage;
+    barrier_wait(address + C::empty + 8 * row.stage, row.parity ^ 1);
+    int const all = __reduce_add_sync(~0u, bytes);
+    if (lane == 0) barrier_expect(full, all);
+    __syncwarp();
+    if (bytes > 0) bulk_copy(address + (row.stage * C::W + lane) * C::slot, source, bytes, full, stream);
+    row.advance();
+  }
+
+  __device__ __forceinline__ void send_side(Upcoming const& it) {
+    int const entries = a.sink + a.recent, end = min(it.item.unit.last_tile, it.tiles.side);
+    int64_t const from = side_row(it) * C::D;
+    for (int tile = it.item.unit.first_tile; tile < end; tile += C::W) {
+      int const mine = tile + lane;
+      int const bytes = lane < C::W && mine < end ? min(kPageTokens, entries - mine * kPageTokens) * C::D : 0;
+      send_row(a.side_k + from + mine * kPageTokens * C::D, bytes);
+      send_row(a.side_v + from + mine * kPageTokens * C::D, bytes);
+    }
+  }
+
+  __device__ __forceinline__ void send_pages(Upcoming const& it) {
+    int const count = page_count(it);
+    int64_t const* table = page_ids(it);
+    int64_t following = it.pages;
+    for (int i = 0; i < count; i += kBatch) {
+      int64_t const ids = following;
+      following = i + kBatch + lane < count ? table[i + kBatch + lane] : 0;
+      for (int j = 0; j < kBatch && i + j < count; j += C::W) {
+        int64_t const page = __shfl_sync(~0u, ids, (j + lane) % kWarp);
+        bool const sends = lane < C::W && i + j + lane < count;
+        send_row(a.pages + (page * a.kv_heads + it.item.head) * C::slot, sends ? C::slot : 0);
+      }
+    }
+  }
+
+  // The last block out puts the counters back, so that the next run (the next layer) starts afresh.
+  __device__ __forceinline__ void leave() {
+    if (lane != 0) return;
+    __threadfence();
+    if (atomicAdd(&a.counters->finished, 1) == int(gridDim.x) - 1) a.counters->next = a.counters->finished = 0;
+  }
+};
+
+}  // namespace kv4rl
