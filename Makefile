@@ -1,6 +1,6 @@
 # Two commands matter: `make replicate` (the main job) and `make test`. Each installs what it needs into .venv first.
 SHELL := /bin/bash
-PYTHON ?= $(firstword $(foreach p,python3.12 python3.11 python3,$(shell $(p) -c 'import sys; print("$(p)" if (3,11) <= sys.version_info[:2] <= (3,12) else "")' 2>/dev/null)))
+PYTHON ?= $(firstword $(foreach p,python3 python3.12 python3.11,$(shell $(p) -c 'import sys; print("$(p)" if (3,11) <= sys.version_info[:2] <= (3,12) else "")' 2>/dev/null)))
 VENV := .venv
 RUN := $(VENV)/bin/python
 

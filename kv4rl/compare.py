@@ -117,6 +117,6 @@ def ours(row: dict, unit: str) -> str:
     """A row's value in the published number's unit, with its interval where it has one."""
     scale = 100 if unit == "%" and row["unit"] in ("fraction", "1") else 1
     value = f"{float(row['value']) * scale:.3g} {unit}"
-    if row["low"] and row["high"]:
+    if row["low"] and row["low"] != row["high"]:
         value += f" [{float(row['low']) * scale:.3g}, {float(row['high']) * scale:.3g}]"
     return value

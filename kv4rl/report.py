@@ -96,7 +96,7 @@ def html_table(rows: list[dict], *, absent: str = "") -> str:
 
 def figure_html(figure: go.Figure) -> str:
     """A plotly figure as HTML, without plotly's script: the page's head carries it once."""
-    return figure.to_html(full_html=False, include_plotlyjs=False)
+    return figure.to_html(full_html=False, include_plotlyjs=False, config={"displayModeBar": False})
 
 
 def main() -> None:

@@ -9,8 +9,8 @@ from plotly.subplots import make_subplots
 from kv4rl.viz.style import ACCENT, PRECISION_COLOURS
 
 FORMAT_NAMES = {
-    "int4": "INT4", "int4_g64": "INT4, groups of 64", "int4_g32": "INT4, groups of 32",
-    "int4_g16": "INT4, groups of 16", "nvfp4": "NVFP4", "mxfp4": "MXFP4", "int8": "INT8",
+    "int4": "INT4", "int4_g64": "INT4/64", "int4_g32": "INT4/32", "int4_g16": "INT4/16",
+    "nvfp4": "NVFP4", "mxfp4": "MXFP4", "int8": "INT8",
 }  # fmt: skip
 ROTATION_COLOURS = {False: PRECISION_COLOURS["kv4"], True: PRECISION_COLOURS["kv4rl"]}
 ROTATION_NAMES = {False: "as it is", True: "rotated"}
@@ -51,8 +51,10 @@ def rotation_bars(rows: Sequence[Mapping]) -> go.Figure:
 
 
 def error_against_bits(rows: Sequence[Mapping]) -> go.Figure:
-    """Relative error against stored bits per element, a line through the INT4 groups: rows with `format`, `bits`,
-    `error` and `rotated`."""
+    """Relative error against stored bits per element, a line through the INT4 groups (INT4/32: groups of 32).
+
+    rows with `format`, `bits`, `error` and `rotated`; each format is named once, where its points do not collide.
+    """
     figure = go.Figure()
     kinds = {"INT4": ("circle", PRECISION_COLOURS["kv4"]), "FP4": ("diamond", ACCENT)}
     for kind, (symbol, colour) in kinds.items():
@@ -63,8 +65,10 @@ def error_against_bits(rows: Sequence[Mapping]) -> go.Figure:
                 x=[row["bits"] for row in chosen],
                 y=[row["error"] for row in chosen],
                 text=[FORMAT_NAMES[row["format"]] for row in chosen],
-                textposition="top center" if not rotated else "bottom center",
-                mode="lines+markers+text" if kind == "INT4" else "markers+text",
+                textposition="bottom center" if kind == "INT4" else "middle right",
+                mode=("lines+" if kind == "INT4" else "")
+                + "markers"
+                + ("+text" if rotated == (kind == "INT4") else ""),
                 name=f"{kind}, {ROTATION_NAMES[rotated]}",
                 marker={"symbol": symbol if rotated else f"{symbol}-open", "size": 11, "color": colour},
                 line={"dash": "solid" if rotated else "dot", "color": colour},

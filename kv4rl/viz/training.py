@@ -8,6 +8,7 @@ from plotly.subplots import make_subplots
 
 from kv4rl.viz.style import ACCENT, PRECISION_COLOURS, PRECISION_NAMES
 
+OCCUPANCY_POINTS = 500  # of a trace that are drawn
 PANELS = (
     ("critic/score/mean", "mean reward"),
     ("response_length/mean", "completed response, tokens"),
@@ -67,10 +68,12 @@ def tis_weights(weights: Sequence[float], clip: float) -> go.Figure:
 
 def occupancy(trace: Mapping[str, Sequence], total_pages: int) -> go.Figure:
     """Active requests (B_t) and used pages per engine step, with the collection boundaries (Fig. 2a at our scale)."""
-    steps = np.arange(len(trace["active_requests"]))
+    total = len(trace["active_requests"])
+    steps = np.arange(0, total, -(-total // OCCUPANCY_POINTS) or 1)
     figure = make_subplots(specs=[[{"secondary_y": True}]])
-    active = go.Scatter(x=steps, y=trace["active_requests"], name="active requests", line={"color": "#009E73"})
-    pages = go.Scatter(x=steps, y=trace["used_pages"], name="used pages", line={"color": "#D55E00", "dash": "dot"})
+    shown = {name: np.asarray(trace[name])[steps] for name in ("active_requests", "used_pages")}
+    active = go.Scatter(x=steps, y=shown["active_requests"], name="active requests", line={"color": "#009E73"})
+    pages = go.Scatter(x=steps, y=shown["used_pages"], name="used pages", line={"color": "#D55E00", "dash": "dot"})
     figure.add_trace(active, secondary_y=False)
     figure.add_trace(pages, secondary_y=True)
     collection = np.asarray(trace["collection"])
