@@ -27,7 +27,7 @@ def kernel_speedups(rows: Sequence[Mapping[str, str]]) -> go.Figure:
     for precision, limit in BYTE_LIMITS.items():
         line = {"color": PRECISION_COLOURS[precision], "dash": "dash", "width": 1}
         text = f"{PRECISION_NAMES[precision]} bytes: {limit:.2f}x"
-        figure.add_hline(y=limit, line=line, annotation_text=text, annotation_position="top left")
+        figure.add_hline(y=limit, line=line, annotation_text=text, annotation_position="top right")
     figure.update_xaxes(
         title_text="active requests x context tokens (Table A3), one TP2 shard, per layer", type="category"
     )

@@ -26,3 +26,9 @@ def test_relative_links_and_pictures_exist():
 
 def test_it_stays_within_200_lines():
     assert len(TEXT.splitlines()) <= 200
+
+
+def test_the_python_example_runs_and_solves_its_task(capsys):
+    (example,) = re.findall(r"```python\n(.*?)```", TEXT, flags=re.DOTALL)
+    exec(compile(example, "README.md", "exec"), {})
+    assert "\\boxed{52}" in capsys.readouterr().out
