@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 PRECISIONS = ("bf16", "kv8", "kv4", "kv4rl")
 PAGE_TOKENS = 16
 HEAD_DIMS = (64, 128, 256)
+MAX_PROTECTED = 1 << 16  # sink or recent positions: beyond this the side buffer is no small addition any more
 MAX_GROUP = 16  # query heads per KV head
 
 
@@ -15,6 +16,12 @@ def require(condition: bool, name: str, value: object, expected: str) -> None:
     """Raise `ValueError` in the one form all boundaries use: field, value, what would be right."""
     if not condition:
         raise ValueError(f"{name}={value!r}: expected {expected}")
+
+
+def require_integer(value: object, name: str, least: int) -> None:
+    """Raise `ValueError` unless `value` is an int of at least `least` (a bool is none)."""
+    ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
+    require(ok, name, value, f"an integer >= {least}")
 
 
 @dataclass(frozen=True)
@@ -28,8 +35,9 @@ class KVConfig:
 
     def __post_init__(self):
         require(self.precision in PRECISIONS, "precision", self.precision, f"one of {', '.join(PRECISIONS)}")
-        require(self.sink_tokens >= 0, "sink_tokens", self.sink_tokens, "an integer >= 0")
-        require(self.recent_tokens >= 0, "recent_tokens", self.recent_tokens, "an integer >= 0")
+        for name in ("sink_tokens", "recent_tokens"):
+            require_integer(getattr(self, name), name, 0)
+            require(getattr(self, name) <= MAX_PROTECTED, name, getattr(self, name), f"at most {MAX_PROTECTED}")
         require(
             self.probability_operand in ("fp16", "u8"), "probability_operand", self.probability_operand, "fp16 or u8"
         )
@@ -63,10 +71,11 @@ class RolloutConfig:
     def __post_init__(self):
         require(self.collector in ("partial", "sync"), "collector", self.collector, "partial or sync")
         for name in ("groups_per_update", "responses_per_group", "age_limit", "max_prompt_tokens"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "an integer >= 1")
+            require_integer(getattr(self, name), name, 1)
         for name in ("max_response_tokens", "max_active_requests", "step_tokens", "workspace_tokens", "cache_pages"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "an integer >= 1")
-        require(self.oversubscription >= 0, "oversubscription", self.oversubscription, "a number >= 0")
+            require_integer(getattr(self, name), name, 1)
+        finite = 0 <= self.oversubscription < float("inf")
+        require(finite, "oversubscription", self.oversubscription, "a finite number >= 0")
         require(self.temperature > 0, "temperature", self.temperature, "a number > 0")
         require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
         require(self.top_k >= 0, "top_k", self.top_k, "an integer >= 0 (0: off)")

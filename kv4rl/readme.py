@@ -10,7 +10,7 @@ from pathlib import Path
 
 from kv4rl.compare import ABSENT, compare
 from kv4rl.config import PRECISIONS
-from kv4rl.results import REPOSITORY, read_rows
+from kv4rl.results import REPOSITORY, RESULTS, read_rows
 from kv4rl.train_rows import read_curves, summary
 from kv4rl.viz.fidelity import sampler_kl_bars
 from kv4rl.viz.kernels import kernel_speedups
@@ -20,10 +20,10 @@ from kv4rl.viz.training import learning_curves
 README = REPOSITORY / "README.md"
 
 
-def notebooks(directory: Path = REPOSITORY / "notebooks") -> str:
+def notebooks(rows: Path = RESULTS) -> str:
     """One row a notebook: title, the question it answers, paper, hardware, minutes, what it shows."""
     lines = ["| notebook | question | paper | hardware | minutes (CPU) | you will have shown |", "|" + "---|" * 6]
-    for path in sorted(directory.glob("*.ipynb")):
+    for path in sorted((REPOSITORY / "notebooks").glob("*.ipynb")):
         notebook = json.loads(path.read_text())
         meta = notebook["metadata"]["kv4rl"]
         title = "".join(notebook["cells"][0]["source"]).split("\n")[0].removeprefix("# ")
@@ -35,26 +35,25 @@ def notebooks(directory: Path = REPOSITORY / "notebooks") -> str:
     return "\n".join(lines)
 
 
-def results() -> str:
+def results(rows: Path = RESULTS) -> str:
     """Paper beside measured: only what has a row."""
     columns = ("quantity", "place", "paper", "ours", "scope", "hardware", "remark")
-    rows = [row for row in compare() if row["ours"] != ABSENT]
-    return _table(rows, columns)
+    return _table([row for row in compare(rows) if row["ours"] != ABSENT], columns)
 
 
-def training() -> str:
+def training(rows: Path = RESULTS) -> str:
     """The mini model's runs, one row a precision."""
-    rows = summary()
-    return _table(rows, tuple(rows[0]) if rows else ())
+    lines = summary(directory=rows)
+    return _table(lines, tuple(lines[0]) if lines else ())
 
 
-def kernels() -> str:
+def kernels(rows: Path = RESULTS) -> str:
     """Speedup of one layer's decode attention over FlashInfer BF16, one row a shape of Table A3."""
-    rows = read_rows("kernels.csv", metric="speedup_vs_bf16", model="tp2_16q4kv")
-    shapes = sorted({row["shape"] for row in rows if "x" in row["shape"]}, key=lambda shape: int(shape.split("x")[1]))
+    speeds = read_rows(rows / "kernels.csv", metric="speedup_vs_bf16", model="tp2_16q4kv")
+    shapes = sorted({row["shape"] for row in speeds if "x" in row["shape"]}, key=lambda shape: int(shape.split("x")[1]))
     lines = []
     for shape in shapes:
-        speed = {row["arm"]: f"{float(row['value']):.2f}x" for row in rows if row["shape"] == shape}
+        speed = {row["arm"]: f"{float(row['value']):.2f}x" for row in speeds if row["shape"] == shape}
         batch, context = shape.split("x")
         cells = {PRECISION_NAMES[name]: speed.get(name, "") for name in PRECISIONS[1:]}
         lines.append({"active requests": batch, "context tokens": context, **cells})
@@ -71,12 +70,15 @@ def _table(rows: list[dict], columns: tuple[str, ...]) -> str:
 BLOCKS = {"notebooks": notebooks, "results": results, "training": training, "kernels": kernels}
 
 
-def rewrite(text: str) -> str:
-    """`text` with every block made anew. Raises ValueError for a block without its end or without a function."""
+def rewrite(text: str, rows: Path = RESULTS) -> str:
+    """`text` with every block made anew from the result files in `rows`.
+
+    Raises ValueError for a block without its end or without a function.
+    """
     for name in re.findall(r"<!-- (\w+) -->", text):
         if name not in BLOCKS or f"<!-- /{name} -->" not in text:
             raise ValueError(f"block {name!r}: expected one of {', '.join(BLOCKS)}, closed by <!-- /{name} -->")
-        block = f"<!-- {name} -->\n{BLOCKS[name]()}\n<!-- /{name} -->"
+        block = f"<!-- {name} -->\n{BLOCKS[name](rows)}\n<!-- /{name} -->"
         text = re.sub(f"<!-- {name} -->.*?<!-- /{name} -->", lambda _, block=block: block, text, flags=re.DOTALL)
     return text
 

@@ -13,9 +13,11 @@ from pathlib import Path
 
 from kv4rl.execute import execute
 from kv4rl.report import build
-from kv4rl.results import REPOSITORY
+from kv4rl.results import REPOSITORY, commit
 
 OUTPUT = REPOSITORY / "runs" / "replicate"
+# Named after the commit: a run left half-way resumes, and one of older code is not taken for this one's.
+TRAINING = f"runs/replicate/train-{commit().removesuffix('+')}"
 NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 
 # (what the reader is told, module and arguments); each writes its own rows.
@@ -24,7 +26,7 @@ STEPS = (
     ("greedy outputs equal transformers'", "kv4rl.bench.parity --model mini-qwen3 --prompts 64"),
     ("sampler KL of the four caches, SmolLM2", "kv4rl.fidelity --model smollm2-135m --preset loop"),
     ("sampler KL of the four caches, mini model", "kv4rl.fidelity --model mini-qwen3 --preset loop"),
-    ("GRPO on the mini model, KV4-RL rollout", "kv4rl.train_rows --preset mini"),
+    ("GRPO on the mini model, KV4-RL rollout", f"kv4rl.train_rows --preset mini --output_dir {TRAINING}"),
 )
 
 

@@ -12,7 +12,7 @@ import platform
 import shlex
 import subprocess
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 
 import torch
@@ -47,13 +47,15 @@ def result_row(*, scope: str = "measured", low="", high="", n="", command: str |
     return {name: row.get(name, "") for name in COLUMNS} | stamp | {"command": command or this_command()}
 
 
-def write_rows(file: str | Path, rows: Iterable[Mapping]) -> Path:
+def write_rows(file: str | Path, rows: Iterable[Mapping], *, drop: Callable[[Mapping], bool] | None = None) -> Path:
     """Put `rows` (from `result_row`) into `data/results/<file>`, replacing those of equal key (`KEY`).
 
-    The file is replaced in one move, so a reader never meets half of it. Returns its path.
+    Rows of the file for which `drop` holds go first: what an earlier, longer run of the same name left. The file is
+    replaced in one move, so a reader never meets half of it. Returns its path.
     """
     path = Path(file) if Path(file).is_absolute() else RESULTS / file
-    kept = {tuple(row[name] for name in KEY): row for row in (read_rows(path) if path.exists() else [])}
+    earlier = read_rows(path) if path.exists() else []
+    kept = {tuple(row[name] for name in KEY): row for row in earlier if drop is None or not drop(row)}
     for row in rows:
         text = {name: format_value(row[name]) for name in COLUMNS}
         kept[tuple(text[name] for name in KEY)] = text

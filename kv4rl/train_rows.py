@@ -19,7 +19,7 @@ from kv4rl.engine.engine import RolloutEngine
 from kv4rl.evaluation.evaluate import evaluate
 from kv4rl.model.weights import eos_token_ids, load_decoder, load_tokenizer
 from kv4rl.presets import parse_config
-from kv4rl.results import RESULTS, latest, read_rows, result_row, write_rows
+from kv4rl.results import RESULTS, hardware, latest, read_rows, result_row, write_rows
 from kv4rl.rewards.grader import Grader
 from kv4rl.tasks.stream import MiniStream
 from kv4rl.train import evaluation_sampling, train
@@ -43,7 +43,7 @@ def record_run(config: TrainConfig, lines: Sequence[Mapping], accuracy: Mapping,
     evaluator: `value`, `low`, `high`, `n`. Raises ValueError if the run is shorter than `FIRST + LAST` updates.
     """
     require(len(lines) >= FIRST + LAST, "updates", len(lines), f"at least {FIRST + LAST} for rows of a run")
-    seed = f"seed{config.seed}"
+    seed = f"seed{config.seed}" + ("" if config.rollout.seed == config.seed else f"-{config.rollout.seed}")
     common = {"arm": config.kv.precision, "model": Path(config.model).name, "command": command}
     series = {metric: [line[name] for line in lines] for metric, (name, _) in CURVES.items()}
     ends = {
@@ -64,7 +64,9 @@ def record_run(config: TrainConfig, lines: Sequence[Mapping], accuracy: Mapping,
             rows.append(
                 result_row(experiment="curve", shape=shape, metric=metric, unit=unit, value=float(value), **common)
             )
-    return write_rows(FILE, rows)
+    mine = ("curve", config.kv.precision, Path(config.model).name, hardware())
+    same = lambda row: (row["experiment"], row["arm"], row["model"], row["hardware"]) == mine
+    return write_rows(FILE, rows, drop=lambda row: same(row) and row["shape"].startswith(f"{seed}@"))
 
 
 def read_curves(*, model: str = "mini-qwen3", directory: Path = RESULTS) -> dict[str, list[dict[str, float]]]:

@@ -93,6 +93,9 @@ def main() -> None:
             )
         )  # fmt: skip
     write_rows("fidelity.csv", rows)
+    unequal = len(prompts) - rows[0]["value"]
+    if unequal:
+        raise SystemExit(f"{unequal} of {len(prompts)} outputs differ from transformers' with the unquantised cache")
 
 
 if __name__ == "__main__":

@@ -22,7 +22,6 @@ def test_float32_logits_are_as_close_to_float64_as_transformers_own(config, make
         theirs = family.error(family.hf(ids[None]).logits[0], ids)
         ours = family.error(run_in_chunks(family.decoder, ids, SCHEDULES[schedule]), ids)
     assert ours[0] <= 1.25 * theirs[0] and ours[1] <= 2 * theirs[1], (ours, theirs)
-    print("R", ours[0] / theirs[0], ours[1] / theirs[1])
 
 
 @pytest.mark.parametrize("schedule", SCHEDULES)
@@ -32,7 +31,6 @@ def test_bfloat16_logits_are_as_close_to_float64_as_transformers_own(config, mak
         theirs = family.error(family.hf(ids[None]).logits[0], ids)
         ours = family.error(run_in_chunks(family.decoder, ids, SCHEDULES[schedule]), ids)
     assert ours[0] <= 1.05 * theirs[0] and ours[1] <= 1.5 * theirs[1], (ours, theirs)
-    print("RB", ours[0] / theirs[0], ours[1] / theirs[1])
 
 
 def test_float64_logits_and_gradients_are_transformers(config, make_family):

@@ -8,7 +8,7 @@ from kv4rl.config import KVConfig, TrainConfig
 
 @pytest.fixture
 def run(tmp_path, monkeypatch):
-    monkeypatch.setattr(train_rows, "write_rows", lambda file, rows: _write(tmp_path / file, rows))
+    monkeypatch.setattr(train_rows, "write_rows", lambda file, rows, **more: _write(tmp_path / file, rows, **more))
     lines = [
         {
             "critic/score/mean": 0.1 * i,
@@ -18,14 +18,21 @@ def run(tmp_path, monkeypatch):
         }
         for i in range(8)
     ]
-    config = TrainConfig(model="data/models/mini-qwen3", seed=7, kv=KVConfig("kv4"))
+    config = TrainConfig(model="data/models/mini-qwen3", seed=43, kv=KVConfig("kv4"))
     return config, lines, {"value": 0.5, "low": 0.4, "high": 0.6, "n": 64}, tmp_path
 
 
-def _write(path, rows):
+def _write(path, rows, **more):
     from kv4rl.results import write_rows
 
-    return write_rows(path, rows)
+    return write_rows(path, rows, **more)
+
+
+def test_a_shorter_run_of_the_same_name_leaves_nothing_of_the_longer_one(run):
+    config, lines, accuracy, directory = run
+    train_rows.record_run(config, lines * 2, accuracy)
+    train_rows.record_run(config, lines, accuracy)
+    assert len(train_rows.read_curves(directory=directory)["kv4"]) == len(lines)
 
 
 def test_curves_come_back_as_they_went(run):
