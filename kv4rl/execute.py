@@ -12,31 +12,43 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
+from nbclient.exceptions import CellTimeoutError
 
 PLOTLY = "application/vnd.plotly.v1+json"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 STATIC_SIZE = {"width": 900, "height": 420}
 
 
-def execute(path: Path, output: Path, *, parameters: dict | None = None, timeout_s: int = 1800) -> float:
+def execute(path: Path, output: Path, *, parameters: dict | None = None, timeout_s: int = 600) -> float:
     """Run the notebook at `path` and write it, executed and cleaned, to `output`; returns the seconds it took.
 
     `parameters` replace those of the cell tagged `parameters`. Raises nbclient's CellExecutionError, with the cell's
-    traceback, if a cell fails; ValueError for a parameter the notebook does not have.
+    traceback, if a cell fails, and CellTimeoutError if one takes longer than `timeout_s` twice: once may be a kernel
+    with widgets and its client waiting for each other, which a second run does not repeat. ValueError for a parameter
+    the notebook does not have.
     """
-    notebook = nbformat.read(path, as_version=4)
-    if parameters:
-        set_parameters(notebook, parameters)
     started = time.perf_counter()
-    NotebookClient(
-        notebook, timeout=timeout_s, kernel_name="python3", resources={"metadata": {"path": path.parent}}
-    ).execute()
+    try:
+        notebook = run(path, parameters, timeout_s)
+    except CellTimeoutError as error:
+        print(f"{path.name}: a cell took more than {timeout_s} s, running it again ({str(error).splitlines()[0]})")
+        notebook = run(path, parameters, timeout_s)
     seconds = time.perf_counter() - started
     fail_on_hidden_errors(notebook, path)
     clean(notebook)
     output.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, output)
     return seconds
+
+
+def run(path: Path, parameters: dict | None, timeout_s: int):
+    """The notebook at `path`, executed once in a fresh kernel."""
+    notebook = nbformat.read(path, as_version=4)
+    if parameters:
+        set_parameters(notebook, parameters)
+    resources = {"metadata": {"path": path.parent}}
+    NotebookClient(notebook, timeout=timeout_s, kernel_name="python3", resources=resources).execute()
+    return notebook
 
 
 def set_parameters(notebook, parameters: dict) -> None:

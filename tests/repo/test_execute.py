@@ -1,0 +1,54 @@
+"""Notebooks run top to bottom: parameters set, failures raised, a stalled run repeated once."""
+
+import nbformat
+import pytest
+from nbclient.exceptions import CellExecutionError, CellTimeoutError
+
+from kv4rl import execute as module
+
+
+@pytest.fixture
+def notebook(tmp_path):
+    def write(*sources):
+        cells = [nbformat.v4.new_code_cell(source) for source in sources]
+        cells[0].metadata["tags"] = ["parameters"]
+        nbformat.write(nbformat.v4.new_notebook(cells=cells), tmp_path / "n.ipynb")
+        return tmp_path / "n.ipynb"
+
+    return write
+
+
+def test_parameters_reach_the_kernel_and_outputs_are_written(notebook, tmp_path):
+    module.execute(notebook("X = 1", "print(X + 1)"), tmp_path / "out" / "n.ipynb", parameters={"X": 41})
+    done = nbformat.read(tmp_path / "out" / "n.ipynb", as_version=4)
+    assert done.cells[1].outputs[0].text == "42\n" and "execution" not in done.cells[1].metadata
+
+
+def test_an_unknown_parameter_is_refused(notebook, tmp_path):
+    with pytest.raises(ValueError, match="Y=2"):
+        module.execute(notebook("X = 1"), tmp_path / "out.ipynb", parameters={"Y": 2})
+
+
+def test_a_failing_cell_is_not_repeated(notebook, tmp_path):
+    with pytest.raises(CellExecutionError, match="no such luck"):
+        module.execute(notebook("X = 1", "raise RuntimeError('no such luck')"), tmp_path / "out.ipynb")
+    assert not (tmp_path / "out.ipynb").exists()
+
+
+@pytest.mark.parametrize("stalls", [1, 2])
+def test_a_stalled_run_is_repeated_once(notebook, tmp_path, monkeypatch, stalls):
+    runs = []
+
+    def run(path, parameters, timeout_s):
+        runs.append(path)
+        if len(runs) <= stalls:
+            raise CellTimeoutError("A cell timed out while it was being executed, after 1 seconds.")
+        return nbformat.read(path, as_version=4)
+
+    monkeypatch.setattr(module, "run", run)
+    if stalls == 2:
+        with pytest.raises(CellTimeoutError):
+            module.execute(notebook("X = 1"), tmp_path / "out.ipynb")
+    else:
+        module.execute(notebook("X = 1"), tmp_path / "out.ipynb")
+    assert len(runs) == 2
