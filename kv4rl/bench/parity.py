@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM
 from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig, require
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.sampler import Sampling
+from kv4rl.fidelity.agreement import common_tokens
 from kv4rl.model.weights import load_decoder, load_tokenizer, resolve
 from kv4rl.results import result_row, write_rows
 from kv4rl.tasks.stream import MiniStream
@@ -57,8 +58,7 @@ def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) ->
     """(outputs equal to the last token, mean share of tokens before the first difference)."""
     shares = []
     for a, b in zip(ours, theirs, strict=True):
-        same = next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
-        shares.append(1.0 if list(a) == list(b) else same / max(len(a), len(b)))
+        shares.append(1.0 if list(a) == list(b) else common_tokens(a, b) / max(len(a), len(b)))
     return sum(share == 1.0 for share in shares), sum(shares) / len(shares)
 
 
