@@ -58,7 +58,11 @@ def planner_explorer() -> widgets.VBox:
         cost = StepCost(MODELS[model], tensor_parallel=tensor_parallel)
         protection = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
         lengths = law("log-normal", mean, spread)
-        display(plan_figure(cost, lengths, prompt_tokens=prompt_tokens, slots=slots, **protection))
+        try:
+            shown = plan_figure(cost, lengths, prompt_tokens=prompt_tokens, slots=slots, **protection)
+        except ValueError as impossible:  # the sliders reach budgets that no plan fits: the reader sees which
+            shown = widgets.Label(f"No plan: {impossible}")
+        display(shown)
 
     controls = {
         "model": widgets.Dropdown(options=list(MODELS), value="Qwen3-8B", description="model"),

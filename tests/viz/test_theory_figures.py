@@ -98,14 +98,21 @@ def test_the_plan_table_has_a_line_a_precision_and_bf16_is_its_own_yardstick():
 
 
 def move_all(explorer):
-    """Set every control to each end of its range; returns the slowest move in seconds."""
+    """Set every control to each end of its range, and back; returns the seconds of its slowest move. Each move is made
+    three times and its quickest counts: the others wait for whatever else the machine does."""
     slowest = 0.0
     for control in explorer.children[:-1]:
+        before = control.value
         ends = control.options if hasattr(control, "options") else (control.min, control.max)
         for value in (ends[0], ends[-1]):
-            began = time.process_time()
-            control.value = value
-            slowest = max(slowest, time.process_time() - began)
+            quickest = float("inf")
+            for _ in range(3):
+                control.value = before
+                began = time.perf_counter()
+                control.value = value
+                quickest = min(quickest, time.perf_counter() - began)
+            slowest = max(slowest, quickest)
+        control.value = before
     return slowest
 
 
@@ -115,8 +122,17 @@ def test_every_slider_moves_over_its_range_in_time_and_changes_the_figure(make):
         explorer = make()
         slowest = move_all(explorer)
     figures_shown = [call.args[0].to_json() for call in display.call_args_list]
-    assert len(figures_shown) > 2 * 4 and len(set(figures_shown)) > len(figures_shown) // 2
+    assert len(set(figures_shown)) > len(explorer.children) - 1
     assert slowest < 0.2
+
+
+def test_a_plan_that_cannot_be_is_a_sentence_under_the_sliders():
+    with mock.patch.object(theory_widgets, "display") as display:
+        explorer = theory_widgets.planner_explorer()
+        by_name = {control.description: control for control in explorer.children[:-1]}
+        for name, value in {"TP": 1, "slots": 2048, "sink": 64, "recent": 512}.items():
+            by_name[name].value = value
+    assert "side buffers of 2048 slots" in display.call_args.args[0].value
 
 
 def test_the_laws_of_the_sliders_have_the_mean_they_say():
