@@ -7,6 +7,7 @@ from kv4rl.paper import PUBLISHED
 from kv4rl.results import RESULTS, latest, read_rows
 
 ABSENT = "not measured"
+ORIGIN = ("hardware", "date", "commit", "command")  # of the row
 
 
 @dataclass(frozen=True)
@@ -92,7 +93,7 @@ COMPARISONS = (
 
 
 def compare(directory: Path = RESULTS) -> list[dict[str, str]]:
-    """One dict a comparison: quantity, place, paper, ours, scope, hardware, remark; unanswered ones say so."""
+    """One dict a comparison: quantity, place, paper, ours, scope, remark, the row's origin; unanswered ones say so."""
     lines = []
     for item in COMPARISONS:
         published = PUBLISHED[item.published]
@@ -106,9 +107,9 @@ def compare(directory: Path = RESULTS) -> list[dict[str, str]]:
                 "paper": f"{published.value:g} {published.unit}",
                 "ours": ours(row, published.unit) if row else ABSENT,
                 "scope": row["scope"] if row else "-",
-                "hardware": row["hardware"] if row else "-",
                 "remark": item.remark,
             }
+            | {name: row[name] if row else "-" for name in ORIGIN}
         )
     return lines
 

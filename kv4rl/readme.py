@@ -8,7 +8,7 @@ import json
 import re
 from pathlib import Path
 
-from kv4rl.compare import ABSENT, compare
+from kv4rl.compare import ABSENT, ORIGIN, compare
 from kv4rl.config import PRECISIONS
 from kv4rl.results import REPOSITORY, RESULTS, read_rows
 from kv4rl.train_rows import read_curves, summary
@@ -36,9 +36,17 @@ def notebooks(rows: Path = RESULTS) -> str:
 
 
 def results(rows: Path = RESULTS) -> str:
-    """Paper beside measured: only what has a row."""
-    columns = ("quantity", "place", "paper", "ours", "scope", "hardware", "remark")
-    return _table([row for row in compare(rows) if row["ours"] != ABSENT], columns)
+    """Paper beside measured: only what has a row. The commands that made the rows stand below, numbered."""
+    lines = [line for line in compare(rows) if line["ours"] != ABSENT]
+    runs = list(dict.fromkeys(tuple(line[name] for name in ORIGIN) for line in lines))
+    for line in lines:
+        line["run"] = str(1 + runs.index(tuple(line[name] for name in ORIGIN)))
+    made = [
+        f"{number}. `{command}` · {hardware} · {date} · {commit}"
+        for number, (hardware, date, commit, command) in enumerate(runs, start=1)
+    ]
+    table = _table(lines, ("quantity", "place", "paper", "ours", "scope", "run", "remark"))
+    return "\n".join([table, "", "Runs, by the table's numbers:", "", *made])
 
 
 def training(rows: Path = RESULTS) -> str:
@@ -48,16 +56,24 @@ def training(rows: Path = RESULTS) -> str:
 
 
 def kernels(rows: Path = RESULTS) -> str:
-    """Speedup of one layer's decode attention over FlashInfer BF16, one row a shape of Table A3."""
-    speeds = read_rows(rows / "kernels.csv", metric="speedup_vs_bf16", model="tp2_16q4kv")
-    shapes = sorted({row["shape"] for row in speeds if "x" in row["shape"]}, key=lambda shape: int(shape.split("x")[1]))
+    """One layer's decode attention: microseconds of FlashInfer BF16 and KV4-RL, and every precision's speedup."""
+    found = read_rows(rows / "kernels.csv", experiment="kernels", model="tp2_16q4kv")
+    cell = {(row["shape"], row["arm"], row["metric"]): float(row["value"]) for row in found}
+    shapes = {shape for shape, _, metric in cell if metric == "speedup_vs_bf16" and re.fullmatch(r"\d+x\d+", shape)}
     lines = []
-    for shape in shapes:
-        speed = {row["arm"]: f"{float(row['value']):.2f}x" for row in speeds if row["shape"] == shape}
+    for shape in sorted(shapes, key=lambda shape: int(shape.split("x")[1])):
         batch, context = shape.split("x")
-        cells = {PRECISION_NAMES[name]: speed.get(name, "") for name in PRECISIONS[1:]}
-        lines.append({"active requests": batch, "context tokens": context, **cells})
+        line = {"active requests": batch, "context tokens": context}
+        for arm, name in (("bf16_flashinfer", "BF16, us"), ("kv4rl", "KV4-RL, us")):
+            line[name] = _cell(cell.get((shape, arm, "ms_per_layer")), 1000, ".0f", "")
+        for arm in PRECISIONS[1:]:
+            line[PRECISION_NAMES[arm]] = _cell(cell.get((shape, arm, "speedup_vs_bf16")), 1, ".2f", "x")
+        lines.append(line)
     return _table(lines, tuple(lines[0]) if lines else ())
+
+
+def _cell(value: float | None, scale: float, form: str, unit: str) -> str:
+    return "" if value is None else f"{value * scale:{form}}{unit}"
 
 
 def _table(rows: list[dict], columns: tuple[str, ...]) -> str:
