@@ -60,7 +60,7 @@ def regions_of(cache) -> tuple[int, int]:
     return (kv.sink_tokens, kv.recent_tokens) if kv.protected_tokens else (0, 0)
 
 
-def most_chunks(max_pages: int, regions: tuple[int, int], chunk_weight: int) -> int:
+def most_chunks(max_pages: int, regions: tuple[int, int], chunk_weight: int = CHUNK_WEIGHT) -> int:
     """Upper bound on the chunks of a request of at most `max_pages` pages (schedule.cuh: chunk_count)."""
     weight = max_pages + 2 * -(-sum(regions) // 16)
     return max(1, min(MAX_CHUNKS, -(-weight // chunk_weight)))

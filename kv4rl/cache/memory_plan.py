@@ -1,5 +1,6 @@
 """How many pages a memory budget buys: floor(M_q / b_q) after the side buffer is set aside (§A.2 "Phase memory")."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kv4rl.cache.kv_cache import CacheShape
@@ -48,3 +49,47 @@ def plan_memory(kv: KVConfig, shape: CacheShape, *, budget_bytes: int, num_slots
     needed = f"at least {side + page} (side buffer of {num_slots} slots {side}, one page {page})"
     require(budget_bytes >= side + page, "budget_bytes", budget_bytes, needed)
     return MemoryPlan(pages=(budget_bytes - side) // page, page_bytes=page, side_bytes=side)
+
+
+@dataclass(frozen=True)
+class HBMPlan:
+    """One GPU's memory, item by item in the order they are set aside (§A.2 "Phase memory management")."""
+
+    budget_bytes: int
+    items: dict[str, int]  # name -> bytes: what was reserved, then "side buffer" and "pages"
+    cache: MemoryPlan
+
+    @property
+    def nbytes(self) -> int:
+        return sum(self.items.values())
+
+    def __str__(self) -> str:
+        parts = [f"{name} {_gigabytes(size)}" for name, size in self.items.items()]
+        return f"{_gigabytes(self.budget_bytes)}: {', '.join(parts)} ({self.cache.pages} pages)"
+
+
+def plan_hbm(
+    kv: KVConfig, shape: CacheShape, *, budget_bytes: int, num_slots: int, reserved: Mapping[str, int]
+) -> HBMPlan:
+    """Divide a stated budget: `reserved` items (model, workspace, metadata) in order, the side buffer, then pages.
+
+    Raises `ValueError` that names each item with its bytes and by how much the budget falls short of it.
+    """
+    require(num_slots >= 1, "num_slots", num_slots, "an integer >= 1")
+    fixed = {**reserved, "side buffer": side_bytes(kv, shape, num_slots)}
+    wanted = {**fixed, "one page": page_bytes(kv, shape)}
+    if sum(wanted.values()) > budget_bytes:
+        left, lines = budget_bytes, []
+        for name, size in wanted.items():
+            short = size - max(left, 0)
+            lines.append(f"{name} {_gigabytes(size)}" + (f" (short by {_gigabytes(short)})" if short > 0 else ""))
+            left -= size
+        least = sum(wanted.values())
+        require(False, "budget_bytes", budget_bytes, f"at least {least} for {kv.precision}: {', '.join(lines)}")
+    left = budget_bytes - sum(fixed.values()) + fixed["side buffer"]
+    cache = plan_memory(kv, shape, budget_bytes=left, num_slots=num_slots)
+    return HBMPlan(budget_bytes, {**fixed, "pages": cache.pages * cache.page_bytes}, cache)
+
+
+def _gigabytes(size: int) -> str:
+    return f"{size / 1e9:.3g} GB" if size >= 1e8 else f"{size / 1e6:.3g} MB"

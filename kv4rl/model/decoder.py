@@ -127,11 +127,14 @@ class Decoder(nn.Module):
 
     @classmethod
     def random(cls, config: DecoderConfig, *, seed: int, dtype=torch.float32, device="cpu") -> "Decoder":
-        """A fresh model: weights normal(0, initializer_range), norms one, biases zero; the same for one seed."""
+        """A fresh model: weights normal(0, initializer_range), norms one, biases zero.
+
+        Drawn on the device, so the same for one seed on one kind of device.
+        """
         with torch.device("meta"):
             decoder = cls(config).to(dtype)
-        decoder.to_empty(device="cpu")
-        generator = torch.Generator().manual_seed(seed)
+        decoder.to_empty(device=device)
+        generator = torch.Generator(device).manual_seed(seed)
         for name, parameter in decoder.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
@@ -139,7 +142,7 @@ class Decoder(nn.Module):
                 nn.init.ones_(parameter)
             else:
                 nn.init.normal_(parameter, std=config.hf.initializer_range, generator=generator)
-        return decoder.to(device)
+        return decoder
 
     @property
     def dtype(self) -> torch.dtype:

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from kv4rl.cache.kv_cache import CacheShape, KVCache
-from kv4rl.cache.memory_plan import plan_memory
+from kv4rl.cache.memory_plan import plan_hbm, plan_memory
 from kv4rl.config import KVConfig
 
 SHAPE = CacheShape(num_layers=3, query_heads=16, kv_heads=4, head_dim=128, dtype=torch.bfloat16)
@@ -37,3 +37,27 @@ def test_a_budget_that_holds_no_page_is_refused_with_both_numbers():
         plan_memory(KVConfig(), SHAPE, budget_bytes=1000, num_slots=1)
     with pytest.raises(ValueError, match="num_slots=0"):
         plan_memory(KVConfig(), SHAPE, budget_bytes=10**9, num_slots=0)
+
+
+def test_a_stated_budget_is_divided_item_by_item_and_used_to_the_last_page():
+    reserved = {"model": 5_000_000, "workspace": 700_000, "metadata": 3_000}
+    budget = 12_345_678
+    plan = plan_hbm(KVConfig(), SHAPE, budget_bytes=budget, num_slots=3, reserved=reserved)
+    assert list(plan.items) == ["model", "workspace", "metadata", "side buffer", "pages"]
+    assert {name: plan.items[name] for name in reserved} == reserved
+    cache = KVCache(KVConfig(), SHAPE, num_pages=plan.cache.pages, num_slots=3)
+    assert plan.items["side buffer"] + plan.items["pages"] == cache.nbytes
+    assert plan.nbytes <= budget < plan.nbytes + plan.cache.page_bytes
+    assert f"({plan.cache.pages} pages)" in str(plan)
+
+
+def test_a_budget_too_small_names_the_shortfall_of_each_item():
+    reserved = {"model": 5_000_000, "workspace": 700_000}
+    plan = lambda budget: plan_hbm(KVConfig(), SHAPE, budget_bytes=budget, num_slots=1, reserved=reserved)
+    least = 5_700_000 + 449_280 + 26_112
+    assert plan(least).cache.pages == 1
+    with pytest.raises(ValueError, match=rf"budget_bytes={least - 1}: expected at least {least} for kv4rl") as error:
+        plan(least - 1)
+    assert "side buffer 0.449 MB, one page 0.0261 MB (short by 1e-06 MB)" in str(error.value)
+    with pytest.raises(ValueError, match=r"model 5 MB, workspace 0.7 MB \(short by 0.6 MB\), side buffer"):
+        plan(5_100_000)

@@ -1,0 +1,64 @@
+"""What an engine needs beside its cache, counted before anything is allocated, and the pages that a budget then buys.
+
+The paper's profiler "reserves model state and execution workspace before sizing the KV pool, including
+precision-dependent metadata and protected side-cache storage" (§A.2). Here the same items are counted from sizes, so
+that a plan can be made, compared between precisions and refused without a GPU.
+"""
+
+from dataclasses import replace
+
+from kv4rl.attention.cuda_arguments import SUMS_TAIL, UNIT_BYTES, most_chunks
+from kv4rl.cache.main_cache import pages_for
+from kv4rl.cache.memory_plan import HBMPlan, plan_hbm
+from kv4rl.config import KVConfig, RolloutConfig
+from kv4rl.model.decoder import Decoder
+
+SAMPLER_BYTES = 20  # a logit while its row is sampled: itself, log-probability and probability in FP32, FP64 CDF
+VECTORS = 8  # int64 a row in the decode step's static buffers: ids, contexts, slots, keys, ends, results
+
+
+def max_pages(decoder: Decoder, rollout: RolloutConfig) -> int:
+    """Pages of the longest request that the limits and the model's positions allow."""
+    longest = rollout.max_prompt_tokens + rollout.max_response_tokens
+    return pages_for(min(longest, decoder.config.max_positions))
+
+
+def reserved_bytes(decoder: Decoder, kv: KVConfig, rollout: RolloutConfig) -> dict[str, int]:
+    """Bytes of model, workspace and metadata of an engine on this decoder (or shard); its weights may be on `meta`.
+
+    Workspace: unquantised K/V of the prefills under way, the activations of the largest step, once more those of a
+    captured decode step, and the sampler's logits. Metadata: page tables, static buffers and the kernels' work items.
+    """
+    shape, slots = decoder.cache_shape(), rollout.max_active_requests
+    model = sum(parameter.nbytes for parameter in decoder.parameters())
+    prefill = 2 * shape.num_layers * shape.kv_heads * shape.head_dim * shape.dtype.itemsize * rollout.workspace_tokens
+    activations = _activation_bytes(decoder) * (rollout.step_tokens + slots)
+    logits = slots * decoder.head_weight.shape[0] * SAMPLER_BYTES
+    pages = max_pages(decoder, rollout)
+    regions = (kv.sink_tokens, kv.recent_tokens) if kv.protected_tokens else (0, 0)
+    chunks = most_chunks(pages, regions)
+    partial = shape.query_heads * (shape.head_dim + SUMS_TAIL) * 4 if chunks > 1 else 0
+    metadata = slots * (2 * 8 * pages + 8 * VECTORS + chunks * (UNIT_BYTES + partial))
+    return {"model": model, "workspace": prefill + activations + logits, "metadata": metadata}
+
+
+def _activation_bytes(decoder: Decoder) -> int:
+    """Bytes a token holds at the widest point of a layer: residual and normed stream beside attention or MLP."""
+    layer = decoder.model.layers[0]
+    qkv = layer.self_attn.q_proj.out_features + 2 * layer.self_attn.k_proj.out_features
+    attention = 2 * qkv + layer.self_attn.q_proj.out_features  # projected, rotated, and the output
+    mlp = 3 * layer.mlp.gate_proj.out_features
+    return (3 * decoder.config.hidden_size + max(attention, mlp)) * decoder.dtype.itemsize
+
+
+def plan_engine(decoder: Decoder, kv: KVConfig, rollout: RolloutConfig, budget_bytes: int) -> HBMPlan:
+    """The plan of an engine that may use `budget_bytes` of its GPU. Raises `ValueError`, item by item, if too few."""
+    return plan_hbm(
+        kv, decoder.cache_shape(), budget_bytes=budget_bytes, num_slots=rollout.max_active_requests,
+        reserved=reserved_bytes(decoder, kv, rollout),
+    )  # fmt: skip
+
+
+def within(plan: HBMPlan, rollout: RolloutConfig) -> RolloutConfig:
+    """The rollout configuration with the plan's pages."""
+    return replace(rollout, cache_pages=plan.cache.pages)

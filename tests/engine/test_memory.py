@@ -1,0 +1,52 @@
+"""The memory plan of an engine: what it says of model and cache is what is allocated, and each format gets its own."""
+
+import pytest
+import torch
+
+from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig
+from kv4rl.engine.engine import RolloutEngine
+from kv4rl.engine.memory import max_pages, plan_engine, reserved_bytes, within
+from kv4rl.model.decoder import Decoder
+from kv4rl.model.shapes import random_model, shape_config
+
+ROLLOUT = RolloutConfig(max_active_requests=8, step_tokens=64, workspace_tokens=256, max_prompt_tokens=100)
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_model_and_cache_of_the_plan_are_what_an_engine_holds(precision):
+    decoder, kv = random_model("mini-qwen3"), KVConfig(precision)
+    plan = plan_engine(decoder, kv, ROLLOUT, 60_000_000)
+    engine = RolloutEngine(decoder, kv, within(plan, ROLLOUT), eos_token_ids=())
+    assert plan.items["model"] == sum(tensor.nbytes for tensor in engine.decoder.state_dict().values())
+    assert plan.items["side buffer"] + plan.items["pages"] == engine.cache.nbytes
+    assert engine.cache.allocator.num_pages == plan.cache.pages
+    assert plan.items["workspace"] > plan.items["metadata"] > 0
+
+
+def test_one_budget_buys_each_format_its_own_pages():
+    with torch.device("meta"):
+        decoder = Decoder(shape_config("qwen3-4b")).to(torch.bfloat16)
+    pages = {p: plan_engine(decoder, KVConfig(p), RolloutConfig(), 130 * 10**9).cache.pages for p in PRECISIONS}
+    assert pages["kv4"] / pages["bf16"] == pytest.approx(16 / 4.25, rel=1e-3)
+    assert pages["kv8"] < pages["kv4rl"] < pages["kv4"]
+
+
+@pytest.mark.parametrize(("name", "parameters"), [("qwen3-4b", 4_022_468_096), ("qwen3-8b", 8_190_735_360)])
+def test_shapes_have_the_published_parameter_counts(name, parameters):
+    with torch.device("meta"):
+        decoder = Decoder(shape_config(name))
+    assert sum(parameter.numel() for parameter in decoder.parameters()) == parameters
+
+
+def test_unknown_shapes_and_budgets_too_small_say_what_would_do():
+    with pytest.raises(ValueError, match="model='qwen9': expected one of qwen3-4b, qwen3-8b, or a name under"):
+        shape_config("qwen9")
+    decoder = random_model("mini-qwen3")
+    with pytest.raises(ValueError, match=r"for kv4rl: model .* MB, workspace .* \(short by .*one page"):
+        plan_engine(decoder, KVConfig(), ROLLOUT, sum(reserved_bytes(decoder, KVConfig(), ROLLOUT).values()) - 10**6)
+
+
+def test_the_longest_request_is_bounded_by_limits_and_by_the_model():
+    decoder = random_model("mini-qwen3")
+    assert max_pages(decoder, RolloutConfig(max_prompt_tokens=100, max_response_tokens=101)) == 13
+    assert max_pages(decoder, RolloutConfig()) == 2048 // 16
