@@ -1,7 +1,7 @@
 """The rollout engine: a decoder over the quantised, paged cache, driven by the scheduler (§A.2, §A.3)."""
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -10,10 +10,11 @@ import torch
 from kv4rl.cache.kv_cache import KVCache
 from kv4rl.config import KVConfig, RolloutConfig, require
 from kv4rl.engine.base import BatchingEngine
+from kv4rl.engine.draw import NEVER, DrawKeys, ForcedEnd, draw
 from kv4rl.engine.noise import noise_key
 from kv4rl.engine.request import Request
-from kv4rl.engine.sampler import NoiseKeys, Sampling, sample
-from kv4rl.engine.scheduler import Limits, Scheduler, StepPlan
+from kv4rl.engine.sampler import Sampling
+from kv4rl.engine.scheduler import Entry, Limits, Scheduler, StepPlan
 from kv4rl.engine.step_batch import StepBatch
 from kv4rl.engine.weights import check_weights, copy_weights
 from kv4rl.model.decoder import Decoder
@@ -40,6 +41,8 @@ class RolloutEngine(BatchingEngine):
 
     The decoder becomes the engine's own: `update_weights` writes into it. Requests added with `add` are sampled as
     the rollout configuration says; `generate` samples as its argument says and needs the engine for itself.
+    `forced_lengths(request)`, if given, is where each response ends, its end-of-sequence token included (at least 1):
+    the cap still cuts, and nothing else ends it (`rollout/forced.py`).
     """
 
     def __init__(
@@ -50,6 +53,7 @@ class RolloutEngine(BatchingEngine):
         *,
         eos_token_ids: Sequence[int],
         backend: str = "auto",
+        forced_lengths: Callable[[Request], int] | None = None,
     ):
         vocabulary = decoder.config.vocab_size
         for token in eos_token_ids:
@@ -70,6 +74,12 @@ class RolloutEngine(BatchingEngine):
         super().__init__(Scheduler(self.cache.allocator, limits), bytes_per_page=self.cache.bytes_per_page)
         self._sampling = Sampling.of(rollout)
         self._noise = np.zeros(slots, dtype=np.int64)  # key of the request in each slot
+        self._ends = np.full(slots, NEVER)  # its forced end
+        self._forced_lengths, self._forced = forced_lengths, None
+        if forced_lengths is not None:
+            require(len(self.eos_token_ids) > 0, "eos_token_ids", (), "a token to end responses of forced length with")
+            columns = torch.tensor(self.eos_token_ids, device=decoder.device)
+            self._forced = ForcedEnd(self.eos_token_ids[0], columns)
         self._weights_whole = True
 
     def add(self, request: Request) -> None:
@@ -86,6 +96,9 @@ class RolloutEngine(BatchingEngine):
         longest = len(request.prompt_tokens) + request.max_response_tokens
         expected = f"at most the model's {config.max_positions}: prompt and cap of {request.label}"
         require(longest <= config.max_positions, "positions", longest, expected)
+        if self._forced_lengths is not None:
+            expected = f"the engine's {self.eos_token_ids}, with which it ends responses of forced length"
+            require(request.eos_token_ids == self.eos_token_ids, "eos_token_ids", request.eos_token_ids, expected)
         super().add(request)
 
     def generate(
@@ -158,11 +171,22 @@ class RolloutEngine(BatchingEngine):
         if not plan.sampled:
             return [], []
         for entry in plan.sampled[len(plan.decode) :]:
-            self._noise[entry.slot] = noise_key(self._sampling.seed, entry.request.prompt_id, entry.request.sibling)
-        keys = torch.from_numpy(self._noise[[entry.slot for entry in plan.sampled]]).to(hidden.device)
+            self._enter(entry)
+        slots = [entry.slot for entry in plan.sampled]
+        noise, ends = (torch.from_numpy(array[slots]).to(hidden.device) for array in (self._noise, self._ends))
+        keys = DrawKeys(noise, batch.sampled_positions, ends)
         logits = self.decoder.logits(hidden[batch.sampled_rows])
-        tokens, logp = sample(logits, NoiseKeys(keys, batch.sampled_positions), self._sampling)
-        return tokens.tolist(), self._finite(plan, logp.tolist())
+        tokens, logp = draw(logits, keys, self._sampling, forced=self._forced).cpu().numpy()
+        return tokens.astype(np.int64).tolist(), self._finite(plan, logp.tolist())
+
+    def _enter(self, entry: Entry) -> None:
+        """Note what the tokens of a request depend on, when its first one in this slot is sampled."""
+        request = entry.request
+        self._noise[entry.slot] = noise_key(self._sampling.seed, request.prompt_id, request.sibling)
+        if self._forced_lengths is not None:
+            length = self._forced_lengths(request)
+            require(length >= 1, f"forced length of {request.label}", length, "an integer >= 1")
+            self._ends[entry.slot] = len(request.prompt_tokens) + length
 
     def _finite(self, plan: StepPlan, logps: list[float]) -> list[float]:
         for entry, logp in zip(plan.sampled, logps, strict=True):
