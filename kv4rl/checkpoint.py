@@ -21,7 +21,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from kv4rl.config import TrainConfig
+from kv4rl.config import InputError, TrainConfig
 
 PREFIX, PARTIAL = "update_", ".partial-"
 ARRAY = "__array__"  # {ARRAY: name} in state.json stands for an array of pool.safetensors
@@ -111,7 +111,7 @@ def check_settings(saved: dict, given: dict, path: Path) -> None:
         if saved.get(name, "absent") != given.get(name, "absent")
     ]
     if lines:
-        raise ValueError(
+        raise InputError(
             f"checkpoint {path} was made with another configuration:\n"
             + "\n".join(lines)
             + "\nGive those values again, or choose another output_dir."

@@ -1,8 +1,10 @@
 """Every setting, once: frozen dataclasses whose fields carry their row of Table A1.
 
-A wrong value raises `ValueError` when the object is made, naming the field, the value and what would be right.
+A wrong value raises `InputError`, a `ValueError`, when the object is made, naming the field, the value and what would
+be right.
 """
 
+import math
 from dataclasses import dataclass, field
 
 PRECISIONS = ("bf16", "kv8", "kv4", "kv4rl")
@@ -10,16 +12,33 @@ PAGE_TOKENS = 16
 HEAD_DIMS = (64, 128, 256)
 MAX_PROTECTED = 1 << 16  # sink or recent positions: beyond this the side buffer is no small addition any more
 MAX_GROUP = 16  # query heads per KV head
+LARGEST = 1e6  # of rates and coefficients: finite, and far above anything that trains
+MAX_OVERSUBSCRIPTION = 1000.0  # beta: a pool of a thousand updates' prompts is a slip of the keyboard
+
+
+class InputError(ValueError):
+    """What was given (a setting, a file, a prompt) cannot be used; the message says what could be.
+
+    Command lines end with its message alone (`kv4rl.cli`); any other exception is a bug and shows where it happened.
+    """
 
 
 def require(condition: bool, name: str, value: object, expected: str) -> None:
-    """Raise `ValueError` in the one form all boundaries use: field, value, what would be right."""
+    """Raise `InputError` in the one form all boundaries use: field, value, what would be right."""
     if not condition:
-        raise ValueError(f"{name}={value!r}: expected {expected}")
+        raise InputError(f"{name}={value!r}: expected {expected}")
+
+
+def require_number(value: object, name: str, low: float, high: float = math.inf, *, open_low: bool = False) -> None:
+    """Raise `InputError` unless `value` is a number in [low, high], or in (low, high] with `open_low`; NaN never is."""
+    number = isinstance(value, int | float) and not isinstance(value, bool)
+    above = number and (value > low if open_low else value >= low)
+    bounds = f"a number {'>' if open_low else '>='} {low:g}" + (f" and <= {high:g}" if high < math.inf else "")
+    require(above and value <= high, name, value, bounds)
 
 
 def require_integer(value: object, name: str, least: int) -> None:
-    """Raise `ValueError` unless `value` is an int of at least `least` (a bool is none)."""
+    """Raise `InputError` unless `value` is an int of at least `least` (a bool is none)."""
     ok = isinstance(value, int) and not isinstance(value, bool) and value >= least
     require(ok, name, value, f"an integer >= {least}")
 
@@ -48,6 +67,13 @@ class KVConfig:
         return self.sink_tokens + self.recent_tokens if self.precision == "kv4rl" else 0
 
 
+def require_protected_fits(kv: KVConfig, max_positions: int) -> None:
+    """Raise `InputError`, naming both numbers, if more positions are protected than a model has."""
+    both = f"sink_tokens + recent_tokens = {kv.sink_tokens} + {kv.recent_tokens}"
+    expected = f"at most the model's {max_positions} positions"
+    require(kv.protected_tokens <= max_positions, both, kv.protected_tokens, expected)
+
+
 @dataclass(frozen=True)
 class RolloutConfig:
     """How responses are collected (§3 "Quota-based partial rollout", §A.1)."""
@@ -74,11 +100,11 @@ class RolloutConfig:
             require_integer(getattr(self, name), name, 1)
         for name in ("max_response_tokens", "max_active_requests", "step_tokens", "workspace_tokens", "cache_pages"):
             require_integer(getattr(self, name), name, 1)
-        finite = 0 <= self.oversubscription < float("inf")
-        require(finite, "oversubscription", self.oversubscription, "a finite number >= 0")
-        require(self.temperature > 0, "temperature", self.temperature, "a number > 0")
-        require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
-        require(self.top_k >= 0, "top_k", self.top_k, "an integer >= 0 (0: off)")
+        require_number(self.oversubscription, "oversubscription", 0, MAX_OVERSUBSCRIPTION)
+        require_number(self.temperature, "temperature", 0, open_low=True)
+        require_number(self.top_p, "top_p", 0, 1, open_low=True)
+        require_integer(self.top_k, "top_k", 0)
+        require_integer(self.seed, "seed", 0)
 
     @property
     def pool_groups(self) -> int:
@@ -105,13 +131,16 @@ class GRPOConfig:
     compute_dtype: str = "auto"  # "auto": bfloat16 on CUDA, float32 on CPU; masters are always float32
 
     def __post_init__(self):
-        for name in ("learning_rate", "weight_decay", "clip_low", "clip_high", "kl_coefficient", "warmup_updates"):
-            require(getattr(self, name) >= 0, name, getattr(self, name), "a number >= 0")
-        require(self.max_grad_norm > 0, "max_grad_norm", self.max_grad_norm, "a number > 0")
-        require(self.advantage_epsilon > 0, "advantage_epsilon", self.advantage_epsilon, "a number > 0")
-        require(self.dual_clip > 1, "dual_clip", self.dual_clip, "a number > 1")
-        require(self.tis_clip >= 1, "tis_clip", self.tis_clip, "a number >= 1 (Eq. 3.5)")
-        require(self.microbatch_tokens >= 1, "microbatch_tokens", self.microbatch_tokens, "an integer >= 1")
+        for name in ("learning_rate", "weight_decay", "clip_low", "clip_high", "kl_coefficient", "advantage_epsilon"):
+            require_number(getattr(self, name), name, 0, LARGEST, open_low=name == "advantage_epsilon")
+        pair = isinstance(self.betas, tuple) and len(self.betas) == 2
+        below_one = pair and all(isinstance(beta, int | float) and 0 <= beta < 1 for beta in self.betas)
+        require(below_one, "betas", self.betas, "two numbers >= 0 and < 1")
+        require_number(self.max_grad_norm, "max_grad_norm", 0, open_low=True)
+        require_number(self.dual_clip, "dual_clip", 1, open_low=True)
+        require_number(self.tis_clip, "tis_clip", 1)
+        require_integer(self.warmup_updates, "warmup_updates", 0)
+        require_integer(self.microbatch_tokens, "microbatch_tokens", 1)
         require(
             self.compute_dtype in ("auto", "float32", "bfloat16"), "compute_dtype", self.compute_dtype,
             "auto, float32 or bfloat16",
@@ -141,11 +170,15 @@ class TrainConfig:
     grpo: GRPOConfig = field(default_factory=GRPOConfig)
 
     def __post_init__(self):
+        for name in ("model", "tasks", "output_dir"):
+            text = isinstance(getattr(self, name), str) and bool(getattr(self, name))
+            require(text, name, getattr(self, name), "a string (checkpoints keep it), not empty")
         for name in ("updates", "evaluate_prompts", "evaluate_samples", "checkpoint_every", "keep_checkpoints"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "an integer >= 1")
-        require(self.evaluate_every >= 0, "evaluate_every", self.evaluate_every, "an integer >= 0")
-        require(self.evaluate_temperature >= 0, "evaluate_temperature", self.evaluate_temperature, "a number >= 0")
-        require(0 < self.evaluate_top_p <= 1, "evaluate_top_p", self.evaluate_top_p, "a number in (0, 1]")
+            require_integer(getattr(self, name), name, 1)
+        for name in ("evaluate_every", "seed"):
+            require_integer(getattr(self, name), name, 0)
+        require_number(self.evaluate_temperature, "evaluate_temperature", 0)
+        require_number(self.evaluate_top_p, "evaluate_top_p", 0, 1, open_low=True)
         require(self.reading in ("verl", "last_box"), "reading", self.reading, "verl or last_box")
         require(self.device in ("auto", "cpu", "cuda"), "device", self.device, "auto, cpu or cuda")
         plain = self.rollout.temperature == 1.0 and self.rollout.top_p == 1.0 and self.rollout.top_k == 0

@@ -14,6 +14,9 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellTimeoutError
 
+from kv4rl.cli import one_sentence
+from kv4rl.config import InputError, require
+
 PLOTLY = "application/vnd.plotly.v1+json"
 BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 STATIC_SIZE = {"width": 900, "height": 420}
@@ -53,12 +56,14 @@ def run(path: Path, parameters: dict | None, timeout_s: int):
 
 def set_parameters(notebook, parameters: dict) -> None:
     """Replace the literals `NAME = value` of the cell tagged `parameters`."""
-    cell = next(cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", []))
+    tagged = [cell for cell in notebook.cells if "parameters" in cell.metadata.get("tags", [])]
+    require(len(tagged) == 1, "cells tagged `parameters`", len(tagged), "exactly one to set PRESET and the like in")
+    cell = tagged[0]
     lines = cell.source.split("\n")
     for name, value in parameters.items():
         hits = [i for i, line in enumerate(lines) if line.split("=")[0].strip() == name]
         if not hits:
-            raise ValueError(f"{name}={value!r}: expected a parameter of the notebook, which has {cell.source!r}")
+            raise InputError(f"{name}={value!r}: expected a parameter of the notebook, which has {cell.source!r}")
         lines[hits[0]] = f"{name} = {value!r}"
     cell.source = "\n".join(lines)
 
@@ -92,14 +97,19 @@ def png(figure: dict) -> str:
     return base64.b64encode(drawn.to_image(format="png", scale=1.25, **size)).decode()
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("notebooks", nargs="+", type=Path)
     where = parser.add_mutually_exclusive_group(required=True)
     where.add_argument("--in-place", action="store_true", help="write the outputs back into the notebooks")
     where.add_argument("--output-dir", type=Path, help="write the executed notebooks here")
     parser.add_argument("--preset", help="value for the parameter PRESET")
-    words = parser.parse_args()
+    words = parser.parse_args(arguments)
+    with one_sentence("kv4rl.execute"):
+        for path in words.notebooks:
+            require(path.is_file(), "notebook", str(path), "a file that exists")
+            if words.preset:
+                set_parameters(nbformat.read(path, as_version=4), {"PRESET": words.preset})
     for path in words.notebooks:
         output = path if words.in_place else words.output_dir / path.name
         seconds = execute(path, output, parameters={"PRESET": words.preset} if words.preset else None)

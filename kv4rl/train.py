@@ -5,7 +5,7 @@ weights, metrics and pool are those of the run that was never killed.
 """
 
 from collections.abc import Callable
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -14,7 +14,9 @@ from tqdm import tqdm
 from transformers import GenerationConfig
 
 from kv4rl.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, save_checkpoint, settings
+from kv4rl.cli import one_sentence
 from kv4rl.config import KVConfig, TrainConfig, require
+from kv4rl.device import choose_device
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.request import Request
 from kv4rl.engine.sampler import Sampling
@@ -31,7 +33,7 @@ from kv4rl.rollout.group import Prompt, PromptGroup, PromptStream
 from kv4rl.rollout.partial import PartialCollector
 from kv4rl.rollout.sync import SyncCollector
 from kv4rl.rollout.trace import Trace
-from kv4rl.tasks.stream import JsonlStream, MiniStream
+from kv4rl.tasks.stream import JsonlStream, MiniStream, take
 
 Report = Callable[[str], None]
 
@@ -73,7 +75,7 @@ class Trainer:
         group = config.rollout.responses_per_group
         require(group >= 2, "rollout.responses_per_group", group, "at least 2 responses to normalise rewards over")
         self.config = config
-        self.device = _device(config.device)
+        self.device = choose_device(config.device)
         self.checkpoints = Path(config.output_dir) / "checkpoints"
         self.update = 0  # updates made so far: equals the engine's policy_version
         self.tokenizer = load_tokenizer(config.model)
@@ -86,11 +88,13 @@ class Trainer:
         self.learner = GRPOLearner(decoder, config.grpo)
         stops = eos_token_ids(config.model)
         self.engine = RolloutEngine(rollout_decoder, config.kv, config.rollout, eos_token_ids=stops)
-        make = PartialCollector if config.rollout.collector == "partial" else SyncCollector
-        self.collector = make(
-            self.engine, _prompts(config, self.tokenizer), config.rollout, grade=self.scoring, eos_token_ids=stops
-        )
+        prompts = _prompts(config, self.tokenizer)
         self.evaluation_prompts = _evaluation_prompts(config, self.tokenizer)
+        for prompt in (prompts.longest(), *self.evaluation_prompts):
+            cap = config.rollout.max_response_tokens
+            self.engine.check_fits(Request(prompt.prompt_id, 0, prompt.tokens, cap, stops))
+        make = PartialCollector if config.rollout.collector == "partial" else SyncCollector
+        self.collector = make(self.engine, prompts, config.rollout, grade=self.scoring, eos_token_ids=stops)
 
     def resume(self) -> bool:
         """Continue from the newest checkpoint, if there is one. ValueError if it belongs to another run."""
@@ -165,20 +169,25 @@ class Trainer:
         trace.to_csv(directory / f"{self.update:06d}.csv")
 
 
-def train(config: TrainConfig, report: Report | None = None) -> TrainResult:
+def train(
+    config: TrainConfig, report: Report | None = None, *, setup: AbstractContextManager | None = None
+) -> TrainResult:
     """Train as `config` says, resuming a run that `output_dir` holds; `report` is given a few lines of text.
 
-    Raises ValueError for settings or files that do not fit together, OSError when a checkpoint cannot be written.
+    Raises InputError (a ValueError) for settings or files that do not fit together, before anything is sampled or
+    written; OSError when a checkpoint cannot be written. `setup` is entered for that first part only: a command line
+    says there what its user did wrong.
     """
     report = report or (lambda line: None)
     with ExitStack() as stack:
-        grader = stack.enter_context(Grader())
-        trainer = Trainer(config, grader)
-        resumed = trainer.resume()
+        with setup or nullcontext():
+            grader = stack.enter_context(Grader())
+            trainer = Trainer(config, grader)
+            resumed = trainer.resume()
+            writer = stack.enter_context(
+                MetricsWriter(config.output_dir, resumed_update=trainer.update if resumed else None)
+            )
         report(_opening(trainer, resumed))
-        writer = stack.enter_context(
-            MetricsWriter(config.output_dir, resumed_update=trainer.update if resumed else None)
-        )
         if not resumed:
             writer.write(0, trainer.evaluate())
         _loop(trainer, writer)
@@ -217,12 +226,6 @@ def _opening(trainer: Trainer, resumed: bool) -> str:
     )
 
 
-def _device(name: str) -> torch.device:
-    available = torch.cuda.is_available()
-    require(name != "cuda" or available, "device", name, "cpu or auto: this machine has no CUDA device")
-    return torch.device("cuda" if name == "cuda" or (name == "auto" and available) else "cpu")
-
-
 def _prompts(config: TrainConfig, tokenizer) -> PromptStream:
     if config.tasks == "mini":
         return MiniStream(config.seed, tokenizer=tokenizer)
@@ -235,12 +238,12 @@ def _evaluation_prompts(config: TrainConfig, tokenizer) -> list[Prompt]:
     """Held-out prompts: the mini task's own split, or the lines of `<tasks>.evaluation.jsonl`; none without it."""
     if config.tasks == "mini":
         stream = MiniStream(config.seed, split="evaluation", tokenizer=tokenizer)
-        return [stream.next() for _ in range(config.evaluate_prompts)]
+        return take(stream, config.evaluate_prompts)
     if not _evaluation_file(config).is_file():
         return []
     limit = config.rollout.max_prompt_tokens
     stream = JsonlStream(_evaluation_file(config), tokenizer, max_prompt_tokens=limit, shuffle=False, epochs=1)
-    return [stream.next() for _ in range(min(config.evaluate_prompts, len(stream)))]
+    return take(stream, min(config.evaluate_prompts, len(stream)))
 
 
 def _evaluation_file(config: TrainConfig) -> Path:
@@ -264,7 +267,7 @@ def _checksum(decoder: torch.nn.Module) -> str:
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line: fields of `TrainConfig` as flags over a preset."""
-    result = train(parse_config(arguments), report=print)
+    result = train(parse_config(arguments), report=print, setup=one_sentence("kv4rl.train"))
     for line in (result.metrics[0], result.metrics[-1]):
         if "val/avg_at_k" in line:
             print(f"update {line['update']}: avg@k {line['val/avg_at_k']:.3f}, pass@k {line['val/pass_at_k']:.3f}")

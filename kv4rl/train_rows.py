@@ -14,14 +14,16 @@ from statistics import fmean
 
 import torch
 
+from kv4rl.cli import one_sentence
 from kv4rl.config import PRECISIONS, KVConfig, TrainConfig, require
+from kv4rl.device import choose_device
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.evaluation.evaluate import evaluate
 from kv4rl.model.weights import eos_token_ids, load_decoder, load_tokenizer
 from kv4rl.presets import parse_config
 from kv4rl.results import RESULTS, hardware, latest, read_rows, result_row, write_rows
 from kv4rl.rewards.grader import Grader
-from kv4rl.tasks.stream import MiniStream
+from kv4rl.tasks.stream import MiniStream, take
 from kv4rl.train import evaluation_sampling, train
 
 FIRST, LAST = 3, 5
@@ -108,31 +110,39 @@ def summary(*, model: str = "mini-qwen3", directory: Path = RESULTS) -> list[dic
     return lines
 
 
+def require_recordable(config: TrainConfig) -> None:
+    """ValueError, before anything is trained, for a run whose rows are not defined."""
+    require(config.tasks == "mini", "tasks", config.tasks, '"mini": rows of other tasks are not defined')
+    require(config.updates >= FIRST + LAST, "updates", config.updates, f"at least {FIRST + LAST} for rows of a run")
+
+
 def judge(model_dir: Path, config: TrainConfig, *, prompts: int = 128, samples: int = 4) -> dict[str, float]:
     """Accuracy (avg@k) of a mini-task policy on held-out problems through the unquantised cache (§B.2).
 
     The same problems and the same noise for every policy, so that precisions compare in pairs. Returns `value`, its
     95 % interval over problems and `n` samples.
     """
-    require(config.tasks == "mini", "tasks", config.tasks, '"mini": rows of other tasks are not defined')
-    device = "cuda" if torch.cuda.is_available() and config.device != "cpu" else "cpu"
-    dtype = torch.bfloat16 if device == "cuda" else torch.float32
+    device = choose_device(config.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     tokenizer = load_tokenizer(model_dir)
     stream = MiniStream(config.seed, split="evaluation", tokenizer=tokenizer)
     decoder = load_decoder(model_dir, dtype=dtype, device=device)
     engine = RolloutEngine(decoder, KVConfig("bf16"), config.rollout, eos_token_ids=eos_token_ids(model_dir))
     with Grader() as grader:
-        problems = [stream.next() for _ in range(prompts)]
         result = evaluate(
-            engine, tokenizer, problems, samples=samples, sampling=evaluation_sampling(config), grader=grader
-        )
+            engine, tokenizer, take(stream, prompts), samples=samples, sampling=evaluation_sampling(config),
+            grader=grader,
+        )  # fmt: skip
     return result.accuracy(config.reading)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the flags say, judge, write rows, print them."""
-    config = parse_config(arguments, program="kv4rl.train_rows")
-    result = train(config, report=print)
+    program = "kv4rl.train_rows"
+    config = parse_config(arguments, program=program)
+    with one_sentence(program):
+        require_recordable(config)
+    result = train(config, report=print, setup=one_sentence(program))
     accuracy = judge(result.model_dir, config)
     path = record_run(config, [line for line in result.metrics if line["update"] > 0], accuracy)
     for line in summary(model=Path(config.model).name):

@@ -6,20 +6,20 @@ precision in data/results/fidelity.csv, experiment `parity`, metric `equal_outpu
 
 import argparse
 from collections.abc import Sequence
-from itertools import islice
 from pathlib import Path
 
 import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
-from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig, require
+from kv4rl.cli import one_sentence
+from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig, require, require_integer
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.sampler import Sampling
 from kv4rl.fidelity.agreement import common_tokens
-from kv4rl.model.weights import load_decoder, load_tokenizer, resolve
+from kv4rl.model.weights import load_config, load_decoder, load_tokenizer, resolve
 from kv4rl.results import result_row, write_rows
-from kv4rl.tasks.stream import MiniStream
+from kv4rl.tasks.stream import MiniStream, take
 
 
 def transformers_greedy(
@@ -47,7 +47,7 @@ def engine_greedy(
     pages = len(prompts) * -(-(longest + new_tokens) // 16)
     limits = RolloutConfig(
         max_prompt_tokens=longest, max_response_tokens=new_tokens, max_active_requests=len(prompts),
-        step_tokens=1024, workspace_tokens=8192, cache_pages=pages,
+        step_tokens=max(1024, len(prompts)), workspace_tokens=max(8192, longest + new_tokens), cache_pages=pages,
     )  # fmt: skip
     engine = RolloutEngine(decoder, kv, limits, eos_token_ids=(eos,))
     responses = engine.generate([list(prompt) for prompt in prompts], Sampling(temperature=0.0))
@@ -62,23 +62,24 @@ def agreement(ours: Sequence[Sequence[int]], theirs: Sequence[Sequence[int]]) ->
     return sum(share == 1.0 for share in shares), sum(shares) / len(shares)
 
 
-def mini_prompts(count: int, seed: int) -> list[list[int]]:
-    """The first `count` held-out prompts of the mini task."""
-    stream = MiniStream(seed, split="evaluation")
-    return [prompt.tokens for prompt in islice(iter(stream.next, None), count)]
-
-
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """Command line: compare, print, write rows; status 1 if the unquantised cache differs from transformers."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--model", default="mini-qwen3", help="a model trained on the mini task")
+    parser.add_argument("--model", default="mini-qwen3", help="a directory, a name under data/models, or a hub id")
     parser.add_argument("--prompts", type=int, default=64)
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--seed", type=int, default=43)
-    words = parser.parse_args()
-    require(words.prompts >= 1, "prompts", words.prompts, "an integer >= 1")
-    directory = resolve(words.model)
-    eos = load_tokenizer(words.model).eos_token_id
-    prompts = mini_prompts(words.prompts, words.seed)
+    words = parser.parse_args(arguments)
+    with one_sentence("kv4rl.bench.parity"):
+        require_integer(words.prompts, "prompts", 1)
+        require_integer(words.new_tokens, "new-tokens", 1)
+        directory = resolve(words.model)
+        tokenizer, positions = load_tokenizer(directory), load_config(directory).max_positions
+        eos = tokenizer.eos_token_id
+        stream = MiniStream(words.seed, split="evaluation", tokenizer=tokenizer)
+        prompts = [prompt.tokens for prompt in take(stream, words.prompts)]
+        longest = max(map(len, prompts)) + words.new_tokens
+        require(longest <= positions, "prompt and new-tokens", longest, f"at most the model's {positions} positions")
     theirs = transformers_greedy(directory, prompts, words.new_tokens, eos)
     rows = []
     print(f"{'precision':>9}  equal outputs  tokens before the first difference")

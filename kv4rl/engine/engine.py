@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from kv4rl.cache.kv_cache import KVCache
-from kv4rl.config import KVConfig, RolloutConfig, require
+from kv4rl.config import KVConfig, RolloutConfig, require, require_protected_fits
 from kv4rl.engine.base import BatchingEngine
+from kv4rl.engine.clock import DeviceClock
 from kv4rl.engine.draw import NEVER, DrawKeys, ForcedEnd, draw
 from kv4rl.engine.noise import noise_key
 from kv4rl.engine.request import Request
@@ -58,6 +59,7 @@ class RolloutEngine(BatchingEngine):
         vocabulary = decoder.config.vocab_size
         for token in eos_token_ids:
             require(0 <= token < vocabulary, "eos_token_ids", token, f"a token id below the vocabulary's {vocabulary}")
+        require_protected_fits(kv, decoder.config.max_positions)
         self.decoder = decoder
         self.rollout = rollout
         self.eos_token_ids = tuple(eos_token_ids)
@@ -80,6 +82,7 @@ class RolloutEngine(BatchingEngine):
             require(len(self.eos_token_ids) > 0, "eos_token_ids", (), "a token to end responses of forced length with")
             columns = torch.tensor(self.eos_token_ids, device=decoder.device)
             self._forced = ForcedEnd(self.eos_token_ids[0], columns)
+        self._clock = DeviceClock(decoder.device)
         self._weights_whole = True
 
     def add(self, request: Request) -> None:
@@ -88,6 +91,11 @@ class RolloutEngine(BatchingEngine):
         Raises `ValueError` if it can never fit (pages, workspace, prompt limit, the model's positions: both numbers
         are named) or holds a token outside the vocabulary.
         """
+        self.check_fits(request)
+        super().add(request)
+
+    def check_fits(self, request: Request) -> None:
+        """Raise what `add` would raise for a request that can never run, and change nothing."""
         config = self.decoder.config
         known = request.prompt_tokens + request.tokens
         for token in (min(known, default=0), max(known, default=0)):
@@ -99,7 +107,7 @@ class RolloutEngine(BatchingEngine):
         if self._forced_lengths is not None:
             expected = f"the engine's {self.eos_token_ids}, with which it ends responses of forced length"
             require(request.eos_token_ids == self.eos_token_ids, "eos_token_ids", request.eos_token_ids, expected)
-        super().add(request)
+        self.scheduler.check_fits(request)
 
     def generate(
         self,
@@ -166,6 +174,7 @@ class RolloutEngine(BatchingEngine):
     def _run(self, plan: StepPlan) -> tuple[list[int], list[float]]:
         if not self._weights_whole:
             raise RuntimeError("the last update_weights stopped half-way: update again before the next step")
+        self._clock.start()
         batch = StepBatch(plan, self.scheduler.table, self.cache, self.decoder.device)
         hidden = self.decoder(batch.input_ids, batch.positions, batch.attend)
         if not plan.sampled:
@@ -176,7 +185,10 @@ class RolloutEngine(BatchingEngine):
         noise, ends = (torch.from_numpy(array[slots]).to(hidden.device) for array in (self._noise, self._ends))
         keys = DrawKeys(noise, batch.sampled_positions, ends)
         logits = self.decoder.logits(hidden[batch.sampled_rows])
-        tokens, logp = draw(logits, keys, self._sampling, forced=self._forced).cpu().numpy()
+        drawn = draw(logits, keys, self._sampling, forced=self._forced)
+        self._clock.stop()
+        tokens, logp = drawn.cpu().numpy()  # the one wait of the step
+        self._device_ms = self._clock.elapsed_ms()
         return tokens.astype(np.int64).tolist(), self._finite(plan, logp.tolist())
 
     def _enter(self, entry: Entry) -> None:

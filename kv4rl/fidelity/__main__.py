@@ -15,10 +15,13 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kv4rl.attention.backends import BackendUnavailable, choose_backend
 from kv4rl.cache.main_cache import MainCache
-from kv4rl.config import PAGE_TOKENS, KVConfig, require
+from kv4rl.cli import one_sentence
+from kv4rl.config import PAGE_TOKENS, InputError, KVConfig, require, require_protected_fits
+from kv4rl.device import choose_device
 from kv4rl.fidelity.control import repeat_in_new_process
-from kv4rl.fidelity.corpus import PROMPTS_FILE, History, mini_prompts, sample_histories, text_prompts
+from kv4rl.fidelity.corpus import PROMPTS_FILE, mini_prompts, sample_histories, text_prompts
 from kv4rl.fidelity.divergence import sampler_kl
 from kv4rl.fidelity.measure import Arm, Estimate, geometric_ratio, make_arm, mean_kl, measure_kl, reduction
 from kv4rl.model.decoder import Decoder
@@ -54,26 +57,42 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--recent", type=int, default=KVConfig.recent_tokens, help="w, most recent positions protected")
     parser.add_argument("--prompts-file", type=Path, default=PROMPTS_FILE, help="prompts of models that can chat")
     parser.add_argument("--seed", type=int, default=43, help="of the sampling noise and of the bootstrap")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--backend", default="auto")
     parser.add_argument("--no-control", action="store_true", help="skip the second process that must agree to the bit")
     parser.add_argument("--no-rows", action="store_true", help=f"do not write data/results/{FILE}")
     return parser.parse_args(words)
 
 
-def load_histories(given: argparse.Namespace, decoder: Decoder) -> list[History]:
-    """The preset's prompts for this model, and one response to each."""
+Prompts = list[tuple[str, list[int]]]
+
+
+def set_up(given: argparse.Namespace) -> tuple[list[Arm], Decoder, Prompts, int]:
+    """(arms, model, prompts, response cap) as the arguments say; ValueError for those that do not fit together."""
+    arms = [make_arm(name, sink_tokens=given.sink, recent_tokens=given.recent) for name in given.precisions]
+    require("bf16" not in given.precisions, "precisions", given.precisions, "no bf16: the reference")
+    require(len({arm.name for arm in arms}) == len(arms), "precisions", given.precisions, "each once")
+    device = choose_device(given.device)
+    choose_backend(given.backend, device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    decoder = load_decoder(given.model, dtype=dtype, device=device).requires_grad_(False)
+    positions = decoder.config.max_positions
+    for arm in arms:
+        require_protected_fits(arm.kv, positions)
+    prompts, cap = load_prompts(given, positions)
+    longest = cap + max(len(tokens) for _, tokens in prompts)
+    require(longest <= positions, "prompt and response tokens", longest, f"at most the model's {positions} positions")
+    return arms, decoder, prompts, cap
+
+
+def load_prompts(given: argparse.Namespace, positions: int) -> tuple[Prompts, int]:
+    """The preset's prompts for this model, and the cap on a response to them."""
     preset, tokenizer = PRESETS[given.preset], load_tokenizer(given.model)
     if tokenizer.get_vocab() == build_tokenizer().get_vocab():
         prompts = mini_prompts(tokenizer, preset.prompts, min_steps=preset.min_steps)
-        cap = decoder.config.max_positions - max(len(tokens) for _, tokens in prompts)
-    else:
-        prompts = text_prompts(tokenizer, preset.prompts, shots=preset.shots, path=given.prompts_file)
-        cap = preset.max_response_tokens
-    return sample_histories(
-        decoder, prompts, eos_token_ids=eos_token_ids(given.model), max_response_tokens=cap, seed=given.seed,
-        backend=given.backend,
-    )  # fmt: skip
+        return prompts, positions - max(len(tokens) for _, tokens in prompts)
+    prompts = text_prompts(tokenizer, preset.prompts, shots=preset.shots, path=given.prompts_file)
+    return prompts, preset.max_response_tokens
 
 
 def bits_per_element(kv: KVConfig, decoder: Decoder) -> float:
@@ -127,18 +146,18 @@ def print_table(rows: Sequence[dict]) -> None:
 def main(words: Sequence[str] | None = None) -> list[dict]:
     """Run the command; returns the rows."""
     given = parse_arguments(words)
-    widths = {"sink_tokens": given.sink, "recent_tokens": given.recent}
-    arms = [make_arm(precision, **widths) for precision in given.precisions]
-    require(all(arm.kv.precision != "bf16" for arm in arms), "precisions", given.precisions, "no bf16: the reference")
-    dtype = torch.bfloat16 if given.device.startswith("cuda") else torch.float32
-    decoder = load_decoder(given.model, dtype=dtype, device=given.device).requires_grad_(False)
+    with one_sentence("kv4rl.fidelity", kinds=(InputError, OSError, BackendUnavailable)):
+        arms, decoder, prompts, cap = set_up(given)
+        stops = eos_token_ids(given.model)
     start = time.perf_counter()
 
     def say(what: str) -> None:
         print(f"[{time.perf_counter() - start:6.1f} s] {what}", flush=True)
 
     say("sampling one unquantised response per prompt")
-    histories = load_histories(given, decoder)
+    histories = sample_histories(
+        decoder, prompts, eos_token_ids=stops, max_response_tokens=cap, seed=given.seed, backend=given.backend
+    )
     contexts = [(len(h.prompt), len(h.prompt) + len(h.response)) for h in histories]
     say(f"{len(histories)} responses; contexts {min(a for a, _ in contexts)} … {max(b for _, b in contexts)} tokens")
     kl, reference = measure_kl(

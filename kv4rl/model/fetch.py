@@ -17,6 +17,7 @@ from tokenizers import pre_tokenizers
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerBase
 from transformers.utils import is_gguf_available
 
+from kv4rl.cli import one_sentence
 from kv4rl.model.config import DecoderConfig
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.weights import MODELS_DIR, WEIGHTS, save_decoder
@@ -105,10 +106,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kv4rl.model.fetch", description=__doc__.splitlines()[0])
     parser.add_argument("model", choices=["smollm2"])
     parser.parse_args(arguments)
-    try:
+    with one_sentence("kv4rl.model.fetch", kinds=(OSError, ModuleNotFoundError)):
         print(fetch_smollm2())
-    except (ConnectionError, ModuleNotFoundError, ValueError) as error:
-        sys.exit(str(error))
 
 
 if __name__ == "__main__":

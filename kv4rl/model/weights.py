@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 import kv4rl
-from kv4rl.config import require
+from kv4rl.config import InputError, require
 from kv4rl.model.config import FAMILIES, DecoderConfig
 from kv4rl.model.decoder import Decoder
 
@@ -42,7 +42,7 @@ def resolve(name: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(name), allow_patterns=list(HUB_FILES)))
     except (HFValidationError, RepositoryNotFoundError) as error:
-        raise ValueError(f"model={str(name)!r}: expected {places}; the hub says: {error}") from error
+        raise InputError(f"model={str(name)!r}: expected {places}; the hub says: {error}") from error
     except (HfHubHTTPError, OSError) as error:
         raise ConnectionError(
             f"model={str(name)!r}: no such directory here, and the hub did not deliver it ({error}). Fix: allow "
@@ -110,7 +110,7 @@ def _read(file: Path, wanted: dict[str, Tensor], config: DecoderConfig, *, dtype
                 require(shape == tuple(expected.shape), f"shape of {name}", shape, hint)
                 loaded[name] = tensors.get_tensor(name).to(dtype)
     except SafetensorError as error:
-        raise ValueError(f"weights={str(file)!r}: expected a whole safetensors file ({error}): fetch again") from error
+        raise InputError(f"weights={str(file)!r}: expected a whole safetensors file ({error}): fetch again") from error
     return loaded
 
 
@@ -141,7 +141,7 @@ def eos_token_ids(path_or_id: str | Path) -> tuple[int, ...]:
             ids = json.loads((directory / name).read_text()).get("eos_token_id")
             if ids is not None:
                 return tuple(ids) if isinstance(ids, list) else (ids,)
-    raise ValueError(
+    raise InputError(
         f"eos_token_id=None: expected an id or a list in generation_config.json or config.json of {directory}"
     )
 

@@ -9,12 +9,15 @@ import json
 import re
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from kv4rl.cli import one_sentence
+from kv4rl.config import require_integer
+from kv4rl.device import choose_device
+from kv4rl.model.weights import load_tokenizer, resolve
 from kv4rl.results import result_row, write_rows
 from kv4rl.tasks.mini import MiniProblem, first_error
 from kv4rl.tasks.stream import mini_problems
@@ -92,17 +95,23 @@ def summary_rows(model: str, sampling: str, summary: dict) -> list[dict]:
     return [result_row(**shared, metric=name, unit=unit(name), value=value) for name, value in flat.items()]
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("model", nargs="+", help="model directories")
+    parser.add_argument("model", nargs="+", help="directories, or names under data/models")
     parser.add_argument("--problems", type=int, default=512)
     parser.add_argument("--seed", type=int, default=7)
     parser.add_argument("--max-tokens", type=int, default=1024)
     parser.add_argument("--save", action="store_true", help="write the rows of data/results/mini_model.csv")
-    given = parser.parse_args()
-    device = "cuda" if torch.cuda.is_available() else "cpu"
+    given = parser.parse_args(arguments)
+    with one_sentence("kv4rl.tasks.measure"):
+        require_integer(given.problems, "problems", 1)
+        require_integer(given.max_tokens, "max-tokens", 1)
+        models = [resolve(name) for name in given.model]
+        for directory in models:
+            load_tokenizer(directory)
+    device = choose_device("auto")
     problems = mini_problems(given.seed, "evaluation", given.problems)
-    for directory in map(Path, given.model):
+    for directory in models:
         model = AutoModelForCausalLM.from_pretrained(directory, dtype=torch.float32).to(device)
         tokenizer = AutoTokenizer.from_pretrained(directory)
         for sampling, greedy in (("temperature_1", False), ("greedy", True)):

@@ -20,6 +20,9 @@ from torch.nn.functional import cross_entropy
 from tqdm import tqdm
 from transformers import GenerationConfig, Qwen3Config, Qwen3ForCausalLM
 
+from kv4rl.cli import one_sentence
+from kv4rl.config import require, require_integer, require_number
+from kv4rl.device import choose_device
 from kv4rl.tasks.mini import write_solution
 from kv4rl.tasks.pretrain_data import (
     EOS_ID,
@@ -55,6 +58,17 @@ class PretrainConfig:
     layers: int = 3
     device: str = "auto"
     max_seconds: float = math.inf
+
+    def __post_init__(self):
+        sizes = ("steps", "batch_tokens", "evaluate_every", "evaluate_problems", "hidden", "intermediate", "layers")
+        for name in sizes:
+            require_integer(getattr(self, name), name, 1)
+        for name in ("warmup", "seed", "workers"):
+            require_integer(getattr(self, name), name, 0)
+        require_number(self.slip_rate, "slip_rate", 0, 1)
+        require_number(self.learning_rate, "learning_rate", 0, 1, open_low=True)
+        expected = f"at most steps={self.steps}, or nothing is measured"
+        require(self.evaluate_every <= self.steps, "evaluate_every", self.evaluate_every, expected)
 
 
 def build_model(config: PretrainConfig) -> Qwen3ForCausalLM:
@@ -138,9 +152,7 @@ def train_step(model, optimizer, ids: torch.Tensor, learning_rate: float) -> tor
 
 def pretrain(config: PretrainConfig) -> list[dict]:
     """Train until the wanted reward (or `steps`, or `max_seconds`); returns the loss curve, also in `loss.csv`."""
-    device = torch.device(
-        ("cuda" if torch.cuda.is_available() else "cpu") if config.device == "auto" else config.device
-    )
+    device = choose_device(config.device)
     model = build_model(config).to(device)
     optimizer = torch.optim.AdamW(model.parameters(), betas=(0.9, 0.95), weight_decay=0.01, fused=True)
     batches = training_batches(config.seed, config.slip_rate, config.batch_tokens, config.workers)
@@ -173,7 +185,7 @@ def write_curve(curve: list[dict], path: Path) -> None:
         writer.writerows({k: f"{v:.6g}" if isinstance(v, float) else v for k, v in row.items()} for row in curve)
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     for item in fields(PretrainConfig):
         flag = "--" + item.name.replace("_", "-")
@@ -181,8 +193,11 @@ def main() -> None:
             parser.add_argument(flag, type=float, nargs="*", default=())
         else:
             parser.add_argument(flag, type=type(item.default), default=item.default, help=f"default {item.default}")
-    given = vars(parser.parse_args())
-    pretrain(PretrainConfig(**given | {"stages": tuple(given["stages"])}))
+    given = vars(parser.parse_args(arguments))
+    with one_sentence("kv4rl.tasks.pretrain"):
+        config = PretrainConfig(**given | {"stages": tuple(given["stages"])})
+        choose_device(config.device)
+    pretrain(config)
 
 
 if __name__ == "__main__":

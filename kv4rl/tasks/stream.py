@@ -8,7 +8,7 @@ from pathlib import Path
 from transformers import PreTrainedTokenizerBase
 
 from kv4rl.config import require
-from kv4rl.rollout.group import Prompt
+from kv4rl.rollout.group import Prompt, PromptStream
 from kv4rl.tasks.mini import SPLITS, MiniProblem, draw_problem
 from kv4rl.tasks.tokenizer import build_tokenizer
 
@@ -21,6 +21,11 @@ def mini_problem(seed: int, split: str, index: int) -> MiniProblem:
 def mini_problems(seed: int, split: str, count: int) -> list[MiniProblem]:
     """The first `count` problems of that list."""
     return [mini_problem(seed, split, index) for index in range(count)]
+
+
+def take(stream: PromptStream, count: int) -> list[Prompt]:
+    """The next `count` prompts of a stream."""
+    return [stream.next() for _ in range(count)]
 
 
 class MiniStream:
@@ -36,9 +41,16 @@ class MiniStream:
         self._cursor = 0
 
     def next(self) -> Prompt:
-        problem = mini_problem(self.seed, self.split, self._cursor)
-        prompt_id = f"mini-{self.split}-{self.seed}-{self._cursor}"
         self._cursor += 1
+        return self._prompt(self._cursor - 1)
+
+    def longest(self) -> Prompt:
+        """A prompt as long as any: they all have the same number of characters."""
+        return self._prompt(0)
+
+    def _prompt(self, index: int) -> Prompt:
+        problem = mini_problem(self.seed, self.split, index)
+        prompt_id = f"mini-{self.split}-{self.seed}-{index}"
         return Prompt(prompt_id, self._tokenizer.encode(problem.prompt), problem.answer, problem.prompt)
 
     def state(self) -> dict:
@@ -82,6 +94,10 @@ class JsonlStream:
 
     def __len__(self) -> int:
         return len(self._prompts)
+
+    def longest(self) -> Prompt:
+        """The prompt of most tokens."""
+        return max(self._prompts, key=lambda prompt: len(prompt.tokens))
 
     def _parse(self, line: str, number: int, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> Prompt:
         where = f"{self.path}:{number}"

@@ -1,0 +1,16 @@
+"""Which device a command computes on."""
+
+import torch
+
+from kv4rl.config import require
+
+
+def choose_device(name: str) -> torch.device:
+    """The device called `name`: "auto" (CUDA where there is one), "cpu", "cuda" or "cuda:N".
+
+    Raises ValueError for any other name, and for a CUDA device that this machine lacks.
+    """
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    there = ["cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
+    require(name in ("auto", *there), "device", name, f"one of auto, {', '.join(there)} on this machine")
+    return torch.device(("cuda" if count else "cpu") if name == "auto" else name)
