@@ -5,6 +5,7 @@ Parts of `CHUNK` tokens lie at absolute positions, so a request's bits do not de
 """
 
 import os
+import sys
 
 import torch
 
@@ -14,6 +15,19 @@ from kv4rl.config import PAGE_TOKENS
 CHUNK = 1024  # tokens of one part
 QUERY_TAIL = 16  # bytes after the codes of a prepared query row (kernels/cuda/layout.cuh)
 INTERPRET = "TRITON_INTERPRET"
+
+
+def use_interpreter() -> bool:
+    """Run the kernels in Triton's interpreter where there is no CUDA device; True if it is now on.
+
+    Triton decides on import, so RuntimeError if something has imported it before this.
+    """
+    if torch.cuda.is_available():
+        return False
+    if "triton" in sys.modules and os.environ.get(INTERPRET) != "1":
+        raise RuntimeError("Triton was imported without its interpreter: restart Python, call use_interpreter() first")
+    os.environ[INTERPRET] = "1"
+    return True
 
 
 def _kernels():

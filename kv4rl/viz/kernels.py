@@ -1,10 +1,14 @@
-"""Kernel speed as stored rows tell it: each precision's speedup over the BF16 baseline, shape by shape."""
+"""Figures of the kernels: who reads which code of a page, and speed as the stored rows tell it."""
 
 from collections.abc import Mapping, Sequence
 
+import numpy as np
 import plotly.graph_objects as go
+from plotly.subplots import make_subplots
 
 from kv4rl.config import PRECISIONS
+from kv4rl.formats.packing import k4_index, v4_index
+from kv4rl.theory.roofline import H200_BANDWIDTH
 from kv4rl.viz.style import PRECISION_COLOURS, PRECISION_NAMES
 
 # Bytes of BF16 over bytes of the format, per position at head_dim 128: what no kernel bound by memory can exceed.
@@ -33,4 +37,59 @@ def kernel_speedups(rows: Sequence[Mapping[str, str]]) -> go.Figure:
     )
     figure.update_yaxes(title_text="speedup over FlashInfer BF16", rangemode="tozero")
     figure.update_layout(barmode="group", height=420, width=980, legend={"orientation": "h", "y": 1.12})
+    return figure
+
+
+LANE_BYTES, LANES = 16, 32  # of one load of a warp: 512 bytes
+
+
+def fragment_lanes(head_dim: int) -> tuple[np.ndarray, np.ndarray]:
+    """The warp lane that loads each INT4 code of a page: two int arrays [16 tokens, head_dim], for keys and values."""
+    indices = (index(head_dim)[0].numpy() for index in (k4_index, v4_index))
+    keys, values = (index // LANE_BYTES % LANES for index in indices)
+    return keys, values
+
+
+def fragment_map(head_dim: int) -> go.Figure:
+    """`fragment_lanes` as two heat maps, token against channel."""
+    titles = ("K codes: m16n8k32, tokens are rows", "V codes: m16n8k16, channels are rows")
+    figure = make_subplots(rows=2, cols=1, subplot_titles=titles, shared_xaxes=True, vertical_spacing=0.12)
+    for row, lanes in enumerate(fragment_lanes(head_dim), start=1):
+        shown = {"showscale": row == 1, "colorbar": {"title": "lane"}}
+        figure.add_trace(go.Heatmap(z=lanes, zmin=0, zmax=LANES - 1, colorscale="Turbo", **shown), row=row, col=1)
+        figure.update_yaxes(title_text="token of the page", autorange="reversed", row=row, col=1)
+    figure.update_xaxes(title_text="channel", row=2, col=1)
+    figure.update_layout(height=460, width=900)
+    return figure
+
+
+def achieved_rates(rows: Sequence[Mapping[str, str]]) -> go.Figure:
+    """KV bytes read a second against context length, a line a precision; dashed: the vendor's peak.
+
+    Args: rows of `kernels.csv` with metric `kv_bytes_per_s`, of one model's heads.
+    """
+    figure = go.Figure()
+    for arm in ("bf16_flashinfer", *PRECISIONS[1:]):
+        found = [(int(r["shape"].split("x")[1]), float(r["value"]) / 1e12) for r in rows if r["arm"] == arm]
+        precision = arm.split("_")[0]
+        name = PRECISION_NAMES[precision] + (", FlashInfer" if arm == "bf16_flashinfer" else "")
+        x, y = zip(*sorted(found), strict=True) if found else ((), ())
+        figure.add_scatter(x=x, y=y, name=name, mode="lines+markers", line={"color": PRECISION_COLOURS[precision]})
+    peak = H200_BANDWIDTH / 1e12
+    figure.add_hline(y=peak, line={"dash": "dash", "width": 1}, annotation_text=f"vendor peak {peak:.1f} TB/s")
+    figure.update_xaxes(
+        title_text="context tokens", type="log", tickvals=[500, 1000, 2000, 4000, 8000], tickformat=",d"
+    )
+    figure.update_yaxes(title_text="KV bytes read, TB/s", rangemode="tozero")
+    figure.update_layout(height=400, width=820)
+    return figure
+
+
+def schedule_bars(shares: Mapping[str, float]) -> go.Figure:
+    """The share of a launch in which its blocks have work, one bar a schedule."""
+    text = [f"{share:.0%}" for share in shares.values()]
+    figure = go.Figure(go.Bar(y=list(shares), x=list(shares.values()), orientation="h", text=text))
+    figure.update_xaxes(title_text="share of the launch with work for every block", range=[0, 1.05], tickformat=".0%")
+    figure.update_yaxes(autorange="reversed")
+    figure.update_layout(height=280, width=820, margin={"l": 240})
     return figure

@@ -36,6 +36,16 @@ def test_without_the_interpreter_the_cpu_is_refused_with_the_fix():
         choose_backend("triton", "cpu")
 
 
+@pytest.mark.parametrize(("before", "printed"), [("", "True"), ("import triton; ", "restart Python")])
+def test_the_interpreter_can_be_asked_for_only_before_triton_is_imported(before, printed):
+    pytest.importorskip("triton")
+    code = f"{before}from kv4rl.attention.triton import use_interpreter; print(use_interpreter())"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    environment["CUDA_VISIBLE_DEVICES"] = ""
+    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+    assert printed in done.stdout + done.stderr
+
+
 def poisoned(kv: KVConfig, shape: CacheShape, num_pages: int, backend: str) -> KVCache:
     cache = KVCache(kv, shape, num_pages=num_pages, num_slots=8, backend=backend)
     cache.main.storage.fill_(255)
