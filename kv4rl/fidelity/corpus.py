@@ -88,6 +88,14 @@ def text_prompts(
     return prompts
 
 
+def mixed_prompts(
+    tokenizer: PreTrainedTokenizerBase, count: int, *, shots: Sequence[int], path: Path = PROMPTS_FILE
+) -> list[tuple[str, list[int]]]:
+    """`text_prompts` whose number of solved examples goes round through `shots`: contexts of many lengths."""
+    tables = [text_prompts(tokenizer, count, shots=number, path=path) for number in shots]
+    return [tables[index % len(tables)][index] for index in range(count)]
+
+
 def mini_prompts(
     tokenizer: PreTrainedTokenizerBase, count: int, *, min_steps: int, seed: int = 0
 ) -> list[tuple[str, list[int]]]:

@@ -7,7 +7,7 @@ as in rollout. Prompts go in one batch; the state before the first response toke
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
 import torch
 from torch import Tensor
@@ -41,24 +41,39 @@ class Prefill:
     keys: list[Tensor]  # one per layer, [prompt tokens of all histories, kv_heads, d], after RoPE
     values: list[Tensor]
     last_hidden: Tensor  # [histories, hidden], after each prompt's last token
+    attention: list[Tensor] | None = None  # one per layer, [kv_heads, prompt tokens]: mass each position received
 
 
 @torch.inference_mode()
-def prefill(decoder: Decoder, histories: Sequence[History]) -> Prefill:
-    """Run all prompts through the decoder in one packed forward pass. Raises ValueError on an empty list."""
+def prefill(decoder: Decoder, histories: Sequence[History], *, with_attention: bool = False) -> Prefill:
+    """Run all prompts through the decoder in one packed forward pass. Raises ValueError on an empty list.
+
+    `with_attention` keeps what each position received from the prompt's queries, summed over a KV head's group.
+    """
     require(len(histories) > 0, "histories", list(histories), "at least one history")
     bounds = [0, *accumulate(len(h.prompt) for h in histories)]
-    causal, keys, values = PackedCausal(bounds), [], []
+    causal, keys, values, attention = PackedCausal(bounds), [], [], []
 
     def attend(layer, q, k, v):
         keys.append(k)
         values.append(v)
+        if with_attention:
+            attention.append(torch.cat([_received(q[a:b], k[a:b]) for a, b in pairwise(bounds)], -1))
         return causal(layer, q, k, v)
 
     ids = torch.tensor([token for h in histories for token in h.prompt], device=decoder.device)
     positions = torch.cat([torch.arange(len(h.prompt)) for h in histories]).to(decoder.device)
     hidden = decoder(ids, positions, attend)
-    return Prefill(keys, values, hidden[torch.tensor(bounds[1:], device=hidden.device) - 1])
+    last = hidden[torch.tensor(bounds[1:], device=hidden.device) - 1]
+    return Prefill(keys, values, last, attention if with_attention else None)
+
+
+def _received(q: Tensor, k: Tensor) -> Tensor:
+    """Causal attention mass of each position: q [n, query_heads, d], k [n, kv_heads, d] -> [kv_heads, n]."""
+    grouped = q.float().unflatten(1, (k.shape[1], -1)).permute(1, 2, 0, 3)
+    scores = grouped @ (k.float().permute(1, 2, 0) * q.shape[-1] ** -0.5).unsqueeze(1)
+    future = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+    return torch.softmax(scores.masked_fill_(future, -torch.inf), -1).sum((1, 2))
 
 
 def _write_prompts(cache: KVCache, histories: Sequence[History], table: Tensor, prompts: Prefill) -> None:

@@ -32,14 +32,55 @@ def quantize_affine(x: torch.Tensor, bits: int = 4, group: int | None = None) ->
     a group with a NaN in it gets NaN metadata and decodes to NaN. Raises `ValueError` for `bits` outside 1 … 8, a
     `group` that does not divide d, or an integer `x`.
     """
+    grouped = _grouped(x, bits, group)
+    return _encode(grouped, *_extremes(grouped), bits)
+
+
+SHRINK = (1.0, 0.95, 0.9, 0.85, 0.8, 0.75, 0.7)  # shares of the full range that `quantize_affine_mse` tries
+
+
+def quantize_affine_mse(x: torch.Tensor, bits: int = 4, group: int | None = None) -> AffineCodes:
+    """`quantize_affine` whose range is the share of [min, max], about its middle, with the least squared error.
+
+    Each group chooses among `SHRINK` for itself when it is written; elements outside the range saturate. What is
+    stored, and so what a reader does, is the same as before. Ties go to the wider range, so a constant group is
+    exact, and a group with a NaN decodes to NaN. Raises `ValueError` as `quantize_affine` does.
+    """
+    grouped = _grouped(x, bits, group)
+    low, high = _extremes(grouped)
+    middle, half = (low + high) / 2, (high - low) / 2
+    best = _encode(grouped, low, high, bits)
+    least = _squared_error(best, grouped)
+    for share in SHRINK[1:]:
+        tried = _encode(grouped, middle - share * half, middle + share * half, bits)
+        error = _squared_error(tried, grouped)
+        better = error < least
+        least = torch.where(better, error, least)
+        wide = better.repeat_interleave(grouped.shape[-1], -1)
+        best = AffineCodes(
+            torch.where(wide, tried.codes, best.codes),
+            torch.where(better, tried.scale, best.scale),
+            torch.where(better, tried.offset, best.offset),
+        )
+    return best
+
+
+def _grouped(x: torch.Tensor, bits: int, group: int | None) -> torch.Tensor:
+    """`x` [..., d] in FP32 as [..., d / group, group], arguments checked."""
     require(x.is_floating_point(), "x.dtype", x.dtype, "a floating dtype")
     require(1 <= bits <= 8, "bits", bits, "1 … 8")
     d = x.shape[-1]
     group = d if group is None else group
     require(group >= 1 and d % group == 0, "group", group, f"a divisor of the last dimension, {d}")
+    return x.float().unflatten(-1, (d // group, group))
 
-    grouped = x.float().unflatten(-1, (d // group, group))
+
+def _extremes(grouped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     low, high = (extreme.clamp(-_EXTREME, _EXTREME) for extreme in grouped.aminmax(dim=-1, keepdim=True))
+    return low, high
+
+
+def _encode(grouped: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bits: int) -> AffineCodes:
     levels = 2**bits - 1
     scale = to_fp16_saturating((high - low) / levels)
     offset = to_fp16_saturating(low)
@@ -48,6 +89,11 @@ def quantize_affine(x: torch.Tensor, bits: int = 4, group: int | None = None) ->
     codes = ((grouped - offset.float()) / torch.where(step > 0, step, torch.inf)).round_().clamp_(0, levels)
     codes = codes.nan_to_num_(0.0).to(torch.uint8).flatten(-2)
     return AffineCodes(codes, scale.squeeze(-1), offset.squeeze(-1))
+
+
+def _squared_error(q: AffineCodes, grouped: torch.Tensor) -> torch.Tensor:
+    """Of each group, [..., d / group]; NaN where the group holds one."""
+    return (dequantize_affine(q).view_as(grouped) - grouped).square().sum(-1)
 
 
 def dequantize_affine(q: AffineCodes) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The formats of Fig. A4, each as one reversible storage step, and the error it leaves (§D.4)."""
+"""The formats of Fig. A4 and a few beyond it, each as one reversible storage step, and the error it leaves (§D.4)."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -7,7 +7,8 @@ from typing import NamedTuple
 
 import torch
 
-from kv4rl.formats.affine import dequantize_affine, quantize_affine
+from kv4rl.config import require
+from kv4rl.formats.affine import dequantize_affine, quantize_affine, quantize_affine_mse
 from kv4rl.formats.fp4 import dequantize_mxfp4, dequantize_nvfp4, quantize_mxfp4, quantize_nvfp4
 from kv4rl.formats.hadamard import rotate
 from kv4rl.formats.storage import bits_per_element
@@ -50,3 +51,18 @@ FORMATS = {
     "mxfp4": StorageFormat(4, quantize_mxfp4, dequantize_mxfp4),
     "int8": StorageFormat(8, quantize_symmetric, dequantize_symmetric),
 }
+
+# Beyond the paper: more bits for the same single group, and a range chosen by its error when a vector is written.
+VARIANTS = {
+    "int5": _affine(5, None),
+    "int6": _affine(6, None),
+    "int8_affine": _affine(8, None),
+    "int4_mse": StorageFormat(4, quantize_affine_mse, dequantize_affine),
+}
+
+
+def storage_format(name: str) -> StorageFormat:
+    """The format of that name, of `FORMATS` or `VARIANTS`. Raises ValueError for an unknown one."""
+    known = FORMATS | VARIANTS
+    require(name in known, "format", name, f"one of {', '.join(known)}")
+    return known[name]
