@@ -21,6 +21,7 @@ from multiprocessing import Pipe
 
 from kv4rl.config import require
 from kv4rl.rewards.boxes import last_box
+from kv4rl.rewards.gold import Gold, to_plain
 
 BATCH = 64  # responses per message: large enough to hide the round trip, small enough to share work
 START_TIMEOUT_S = 120.0  # importing sympy takes half a second on an idle core, much longer on a crowded machine
@@ -81,12 +82,12 @@ class _Pool:
     failure: str | None = None
     closed: bool = False
 
-    def put(self, tickets: _Tickets, items: Sequence[tuple[Hashable, str, str]]) -> None:
+    def put(self, tickets: _Tickets, items: Sequence[tuple[Hashable, str, str | Gold]]) -> None:
         with self.changed:
             self.check_usable()
             for key, text, gold in items:
                 require(isinstance(text, str), "response_text", text, "a string")
-                require(isinstance(gold, str), "gold", gold, "a string")
+                require(isinstance(gold, str | Gold), "gold", gold, "a string or a Gold")
                 fresh = key not in tickets.pending and key not in tickets.done
                 require(fresh, "key", key, "a key whose verdict is neither pending nor waiting in results()")
             for key, text, gold in items:
@@ -183,7 +184,7 @@ def _lost(worker: _Worker, text: str, timeout_s: float) -> Verdict:
 def _grade_batch(pool: _Pool, worker: _Worker, batch: list) -> tuple[bool, list]:
     """Grade `batch` in order; returns (the worker can go on, what is left to grade)."""
     try:
-        worker.connection.send_bytes(json.dumps([[text, gold] for _, _, text, gold in batch]).encode())
+        worker.connection.send_bytes(json.dumps([[text, to_plain(gold)] for _, _, text, gold in batch]).encode())
     except (BrokenPipeError, ConnectionResetError):
         worker.process.wait()
         return False, batch  # it died between batches: nobody's answer is to blame
@@ -267,11 +268,11 @@ class Grader:
             thread.start()
         self._finalizer = weakref.finalize(self, self._pool.close)  # also at interpreter exit
 
-    def submit(self, key: Hashable, response_text: str, gold: str) -> None:
+    def submit(self, key: Hashable, response_text: str, gold: str | Gold) -> None:
         """Queue one response under `key`; returns at once.
 
         Raises:
-            ValueError: not strings, or `key` is being graded already.
+            ValueError: neither strings nor a `Gold`, or `key` is being graded already.
             RuntimeError: the Grader is closed, or its workers cannot start.
         """
         self._pool.put(self._submitted, [(key, response_text, gold)])
@@ -286,7 +287,7 @@ class Grader:
             done, self._submitted.done = self._submitted.done, {}
             return done
 
-    def grade_many(self, items: Sequence[tuple[str, str]]) -> list[Verdict]:
+    def grade_many(self, items: Sequence[tuple[str, str | Gold]]) -> list[Verdict]:
         """Verdicts of `[(response_text, gold), ...]`, in order; independent of `submit` and `results`."""
         tickets = _Tickets()
         self._pool.put(tickets, [(index, text, gold) for index, (text, gold) in enumerate(items)])

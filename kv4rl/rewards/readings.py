@@ -22,14 +22,15 @@ for _module in ("math_verify.parser", "math_verify.grader"):
     logging.getLogger(_module).setLevel(logging.ERROR)
 
 
-def _parse(text: str, targets: tuple) -> list:
+def parse_quietly(text: str, targets: tuple) -> list:
+    """Math-Verify's `parse` without its own alarms; what it raises is raised."""
     return parse(text, targets, parsing_timeout=None, raise_on_error=True)
 
 
 @lru_cache(maxsize=1024)
 def parse_gold(gold: str) -> tuple:
     """Everything Math-Verify extracts from `\\boxed{gold}`: sympy objects, then the text itself as a fallback."""
-    return tuple(_parse(f"\\boxed{{{gold}}}", GOLD_TARGETS))
+    return tuple(parse_quietly(f"\\boxed{{{gold}}}", GOLD_TARGETS))
 
 
 def _any_equal(golds: tuple, predictions: tuple | list) -> bool:
@@ -39,7 +40,7 @@ def _any_equal(golds: tuple, predictions: tuple | list) -> bool:
 def verl_reading(text: str, gold: str) -> bool:
     """verl's `reward_score/math_verify.py`: any prediction found anywhere in `text` equals any gold."""
     golds = parse_gold(gold)
-    return bool(golds) and _any_equal(golds, _parse(text, RESPONSE_TARGETS))
+    return bool(golds) and _any_equal(golds, parse_quietly(text, RESPONSE_TARGETS))
 
 
 @lru_cache(maxsize=4096)

@@ -19,7 +19,9 @@ from multiprocessing.connection import Connection
 from math_verify.errors import TimeoutException
 
 from kv4rl.rewards.boxes import last_box
+from kv4rl.rewards.gold import Gold, from_plain
 from kv4rl.rewards.readings import box_reading, verl_reading
+from kv4rl.rewards.rules import box_rules, verl_rules
 
 READING_SHARE = 0.45  # of the response's deadline, for each of the two readings: the alarm comes before the kill
 REPEAT_S = 0.25  # the alarm rings again in case a destructor swallowed the first
@@ -29,7 +31,7 @@ def _ring(signum, frame):
     raise TimeoutException("the reading's alarm rang")
 
 
-def read_within(seconds: float, reading: Callable[..., bool], *args: str) -> tuple[bool, str | None]:
+def read_within(seconds: float, reading: Callable[..., bool], *args: str | Gold) -> tuple[bool, str | None]:
     """(equal, reason): `reading(*args)` under an alarm; a failed reading is not equal and carries its reason.
 
     Only the type of an error is kept: printing sympy's messages can take as long as the failure did.
@@ -47,11 +49,15 @@ def read_within(seconds: float, reading: Callable[..., bool], *args: str) -> tup
         return False, type(error).__name__
 
 
-def grade(text: str, gold: str, seconds: float) -> dict:
-    """Both readings of one response, as the fields of `grader.Verdict`."""
+def grade(text: str, gold: str | Gold, seconds: float) -> dict:
+    """Both readings of one response, as the fields of `grader.Verdict`; a `Gold` is compared by its rules."""
     box = last_box(text)
-    boxed, box_error = (False, None) if box is None else read_within(seconds, box_reading, box, gold)
-    anywhere, verl_error = read_within(seconds, verl_reading, text, gold)
+    rules = isinstance(gold, Gold)
+    boxed, box_error = False, None
+    if box is not None:
+        reading = (box_rules, text) if rules else (box_reading, box)
+        boxed, box_error = read_within(seconds, *reading, gold)
+    anywhere, verl_error = read_within(seconds, verl_rules if rules else verl_reading, text, gold)
     reasons = {"last_box": box_error, "verl": verl_error}
     return {
         "verl": float(anywhere),
@@ -90,7 +96,7 @@ def serve(connection: Connection, memory_bytes: int, timeout_s: float) -> None:
             return
         for text, gold in batch:
             _renew_cpu_limit(timeout_s)
-            verdict = grade(text, gold, READING_SHARE * timeout_s)
+            verdict = grade(text, from_plain(gold), READING_SHARE * timeout_s)
             verdict["retire"] = _address_space_bytes() > memory_bytes // 2
             connection.send_bytes(json.dumps(verdict).encode())
 
