@@ -149,7 +149,7 @@ def main(words: Sequence[str] | None = None) -> list[dict]:
     histories = load_histories(given, decoder)
     contexts = sorted(len(h.prompt) + len(h.response) for h in histories)
     say(f"{len(histories)} responses; contexts end at {contexts[0]} … {contexts[-1]} tokens")
-    chosen = {name: panel(name) for name in PANELS if name in given.panels or "all" in given.panels}
+    chosen = {name: panel(name) for name in (PANELS if "all" in given.panels else given.panels)}
     arms = {name: what.arms(decoder.config.head_dim) for name, what in chosen.items()}
     by_attention = any(arm.representation.protection.select == "attention" for each in arms.values() for arm in each)
     probe = Probe(decoder, histories, with_attention=by_attention, seed=given.seed)
