@@ -5,6 +5,7 @@ import sys
 
 BENCHES = {  # name -> module with main(arguments)
     "kernels": "kv4rl.bench.kernels",
+    "rollout": "kv4rl.bench.rollout",
 }
 
 

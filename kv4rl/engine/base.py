@@ -18,6 +18,7 @@ class BatchingEngine(ABC):
         self.policy_version = 0
         self.last_step: StepStats | None = None
         self.steps = 0  # taken so far; errors name it
+        self._device_ms: float | None = None  # of the latest step, where a subclass measures it
 
     @abstractmethod
     def _run(self, plan: StepPlan) -> tuple[list[int], list[float]]:
@@ -50,6 +51,7 @@ class BatchingEngine(ABC):
             used_pages=used_pages,
             preemptions=plan.preemptions,
             step_ms=(perf_counter() - begin) * 1e3,
+            device_ms=self._device_ms,
         )
         return finished
 

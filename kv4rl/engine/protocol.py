@@ -19,6 +19,7 @@ class StepStats:
     used_pages: int  # pages held while the step ran
     preemptions: int  # requests that lost their pages in this step
     step_ms: float  # wall clock, or what a simulator's cost model says
+    device_ms: float | None = None  # model and sampling alone: between two CUDA events, or on the CPU's clock
 
 
 @runtime_checkable

@@ -6,7 +6,8 @@ takes is a function of the request: a `Workload` (siblings correlated, as the fi
 `ForcedLengths` for independent draws and prompts with any id.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -53,3 +54,15 @@ class RandomPrompts:
 
     def load_state(self, state: dict) -> None:
         self._cursor = state["cursor"]
+
+
+def shrunk(workload: Workload, factor: float) -> Workload:
+    """The workload with every prompt and response `factor` times shorter, rounded up: for small models and CPUs."""
+    shorter = lambda law: _shrunk_law(law, factor)
+    return replace(workload, lengths=shorter(workload.lengths), prompts=shorter(workload.prompts))
+
+
+def _shrunk_law(law: LengthDistribution, factor: float) -> LengthDistribution:
+    require(math.isfinite(factor) and factor >= 1, "factor", factor, "a finite number >= 1")
+    support, place = np.unique(np.ceil(law.support / factor).astype(np.int64), return_inverse=True)
+    return LengthDistribution(support, np.bincount(place, law.probabilities))

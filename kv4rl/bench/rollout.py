@@ -1,0 +1,243 @@
+"""Collection with a frozen policy at a stated length law: Fig. 2 and Fig. A1's traces, Fig. 6a and A6a's capacity gain.
+
+Two comparisons on one engine (one replica; T is its share of the quota):
+
+- schedulers: synchronous against partial collection, unquantised cache. Means over pure-decode calls after warm-up,
+  step time by CUDA events (§B.3);
+- precisions: partial collection under one memory budget. Each format first gets the pages that the budget buys it
+  (execution and capacity together), then BF16's pages (execution alone); the quotient is the capacity's share.
+
+Lengths are forced to a fit of `rollout/fits.py`, so weights may be random: `--model qwen3-4b` and `qwen3-8b` build the
+true shape without any file. `--shrink` divides all lengths, for small models.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import numpy as np
+import torch
+
+from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig, require
+from kv4rl.engine.engine import RolloutEngine
+from kv4rl.engine.memory import plan_engine
+from kv4rl.model.decoder import Decoder
+from kv4rl.model.shapes import SHAPES, random_model
+from kv4rl.results import result_row, write_rows
+from kv4rl.rollout.fits import FITS, fit
+from kv4rl.rollout.forced import RandomPrompts, shrunk
+from kv4rl.rollout.paper_traces import ratios
+from kv4rl.rollout.partial import PartialCollector
+from kv4rl.rollout.simulator import summarize
+from kv4rl.rollout.sync import SyncCollector
+from kv4rl.rollout.trace import Trace
+from kv4rl.rollout.workload import Workload
+
+EOS = 1
+COLLECTORS = {"sync": SyncCollector, "partial": PartialCollector}
+UNITS = {
+    "active_requests": "requests", "resident_kv_bytes": "B", "decode_step_ms": "ms", "decode_tokens_per_s": "tokens/s",
+    "calls_per_interval": "calls", "collection_s": "s", "cache_pages": "pages", "preemptions": "requests",
+}  # fmt: skip
+
+
+class DeviceTrace(Trace):
+    """A trace whose `step_ms` is the device's time for the step, as in the paper, and not the scheduler's as well."""
+
+    def record(self, stats, **given) -> None:
+        ms = stats.step_ms if stats.device_ms is None else stats.device_ms
+        super().record(replace(stats, step_ms=ms), **given)
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What all arms share."""
+
+    decoder: Decoder
+    workload: Workload
+    rollout: RolloutConfig
+    budget_bytes: int
+    collections: int  # measured
+    warmup: int  # before them, to form the carry pool (§B.3)
+
+    def pages(self, precision: str) -> int:
+        """What the budget buys a format. Raises `ValueError`, item by item, if it buys none."""
+        return plan_engine(self.decoder, KVConfig(precision), self.rollout, self.budget_bytes).cache.pages
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """One arm: metric -> value, and the seconds of each measured collection."""
+
+    metrics: dict[str, float]
+    seconds: list[float]
+
+
+def run(setting: Setting, collector: str, precision: str, pages: int) -> Outcome:
+    """Roll one arm out: the same prompts and lengths in every arm, the policy frozen over simulated updates."""
+    config = replace(setting.rollout, collector=collector, cache_pages=pages)
+    engine = RolloutEngine(
+        setting.decoder, KVConfig(precision), config, eos_token_ids=(EOS,), forced_lengths=setting.workload
+    )
+    prompts = RandomPrompts(setting.workload, setting.decoder.config.vocab_size)
+    trace = DeviceTrace()
+    kind = COLLECTORS[collector]
+    collecting = kind(engine, prompts, config, grade=None, eos_token_ids=(EOS,), trace=trace)
+    seconds = []
+    for version in range(1, setting.warmup + setting.collections + 1):
+        seconds.append(collecting.collect().stats.collection_s)
+        engine.update_weights(setting.decoder.named_parameters(), version)  # onto themselves: only the version moves
+    engine.check_drained()
+    measured = range(setting.warmup, setting.warmup + setting.collections)
+    return Outcome(_metrics(trace, measured, engine.bytes_per_page, pages), seconds[setting.warmup :])
+
+
+def _metrics(trace: Trace, measured: range, bytes_per_page: int, pages: int) -> dict[str, float]:
+    summary = summarize(trace, measured)
+    return {
+        "active_requests": summary.active_requests,
+        "resident_kv_bytes": summary.context_tokens * bytes_per_page / 16,
+        "decode_step_ms": summary.step_ms,
+        "decode_tokens_per_s": summary.tokens_per_second,
+        "calls_per_interval": summary.calls_per_interval,
+        "preemptions": float(trace.column("preemptions")[np.isin(trace.column("collection"), measured)].sum()),
+        "cache_pages": float(pages),
+        "_summary": summary,
+    }
+
+
+def schedulers(setting: Setting) -> dict[str, Outcome]:
+    """Synchronous and partial collection over the unquantised cache, same pages (Figs. 2 and A1)."""
+    pages = setting.pages("bf16")
+    return {name: run(setting, name, "bf16", pages) for name in COLLECTORS}
+
+
+def precisions(setting: Setting, names: Sequence[str]) -> dict[tuple[str, str], Outcome]:
+    """(precision, "own pages" or "bf16 pages") -> outcome of partial collection under one budget."""
+    shared, found = setting.pages("bf16"), {}
+    for name in names:
+        found[name, "own pages"] = run(setting, "partial", name, setting.pages(name))
+        if name != "bf16":
+            found[name, "bf16 pages"] = run(setting, "partial", name, shared)
+    return found
+
+
+def gains(found: dict[tuple[str, str], Outcome]) -> dict[str, dict[str, float]]:
+    """precision -> collection speedups over BF16: together, at BF16's pages, and what the pages add."""
+    total = {key: sum(outcome.seconds) for key, outcome in found.items()}
+    if ("bf16", "own pages") not in total:
+        return {}
+    base, made = total["bf16", "own pages"], {}
+    for name in (name for name, pages in found if pages == "bf16 pages"):
+        both, execution = (base / total[name, pages] for pages in ("own pages", "bf16 pages"))
+        made[name] = {
+            "speedup_vs_bf16": both, "speedup_at_bf16_pages": execution, "speedup_of_capacity": both / execution,
+        }  # fmt: skip
+    return made
+
+
+def rows(shape: str, model: str, setting: Setting, traces: dict, found: dict) -> list[dict]:
+    """CSV rows of one fit: the schedulers' metrics and ratios, the precisions' metrics and gains."""
+    about = {"experiment": "rollout", "model": model, "shape": shape}
+    made = []
+    arms = [(name, "", outcome) for name, outcome in traces.items()]
+    arms += [(name, "" if pages == "own pages" else "_at_bf16_pages", o) for (name, pages), o in found.items()]
+    for arm, suffix, outcome in arms:
+        per = np.array(outcome.seconds)
+        bounds = {"low": float(per.min()), "high": float(per.max()), "n": len(per)}
+        given = {"arm": arm, "metric": f"collection_s{suffix}", "unit": "s", "value": float(per.mean())}
+        made.append(result_row(**about, **given, **bounds))
+        for metric, value in _public(outcome).items():
+            given = {"arm": arm, "metric": metric + suffix, "unit": UNITS[metric], "value": value}
+            made.append(result_row(**about, **given, n=setting.collections))
+    if traces:
+        summaries = {name: outcome.metrics["_summary"] for name, outcome in traces.items()}
+        for metric, value in ratios(**summaries).items():
+            made.append(result_row(**about, arm="partial_over_sync", metric=metric, unit="x", value=value))
+    for arm, values in gains(found).items():
+        made += [result_row(**about, arm=arm, metric=m, unit="x", value=v) for m, v in values.items()]
+    return made
+
+
+def _public(outcome: Outcome) -> dict[str, float]:
+    return {name: value for name, value in outcome.metrics.items() if not name.startswith("_")}
+
+
+def table(title: str, outcomes: dict) -> str:
+    """Lines of one comparison, an arm a line."""
+    names = ("active_requests", "decode_step_ms", "decode_tokens_per_s", "calls_per_interval", "cache_pages")
+    lines = [f"{title:>24} " + " ".join(f"{name:>19}" for name in ("collection_s", *names))]
+    for arm, outcome in outcomes.items():
+        values = [sum(outcome.seconds) / len(outcome.seconds), *(outcome.metrics[name] for name in names)]
+        label = " ".join(arm) if isinstance(arm, tuple) else arm
+        lines.append(f"{label:>24} " + " ".join(f"{value:>19.4g}" for value in values))
+    return "\n".join(lines)
+
+
+def make_setting(options: argparse.Namespace, name: str, decoder: Decoder) -> Setting:
+    """The setting of one fit. Raises `ValueError` where the model has too few positions for its lengths."""
+    workload = replace(shrunk(fit(name).workload(options.seed), options.shrink), siblings=options.siblings)
+    rollout = RolloutConfig(
+        groups_per_update=options.groups,
+        responses_per_group=options.siblings,
+        max_prompt_tokens=workload.prompts.cap,
+        max_response_tokens=workload.lengths.cap,
+        max_active_requests=options.slots,
+        step_tokens=max(options.step_tokens, options.slots),
+        workspace_tokens=max(options.workspace_tokens, workload.prompts.cap + workload.lengths.cap),
+    )
+    longest, most = workload.prompts.cap + workload.lengths.cap, decoder.config.max_positions
+    require(longest <= most, "shrink", options.shrink, f"lengths within the model's {most} positions, not {longest}")
+    return Setting(decoder, workload, rollout, int(options.hbm_gb * 1e9), options.collections, options.warmup)
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m kv4rl.bench rollout", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--model", default="mini-qwen3", help=f"{', '.join(SHAPES)} (random weights) or a shipped one")
+    parser.add_argument("--fits", nargs="+", default=["4B-300", "8B-400"], choices=tuple(FITS))
+    parser.add_argument("--shrink", type=float, default=1.0 if cuda else 32.0, help="divide all lengths by this")
+    parser.add_argument("--hbm-gb", type=float, default=130.0 if cuda else 0.06, help="memory budget, GB of 1e9 bytes")
+    parser.add_argument("--groups", type=int, default=64 if cuda else 8, help="T of this replica")
+    parser.add_argument("--siblings", type=int, default=8 if cuda else 4, help="G")
+    parser.add_argument("--slots", type=int, default=1024 if cuda else 64, help="active requests at most")
+    parser.add_argument("--step-tokens", type=int, default=8192 if cuda else 512)
+    parser.add_argument("--workspace-tokens", type=int, default=32768 if cuda else 4096)
+    parser.add_argument("--collections", type=int, default=6, help="measured intervals")
+    parser.add_argument("--warmup", type=int, default=3, help="intervals before them")
+    parser.add_argument("--seed", type=int, default=6101)
+    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--parts", nargs="+", default=["schedulers", "precisions"])
+    parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
+    parser.add_argument("--out", default="rollout.csv", help="CSV under data/results, or a path")
+    return parser.parse_args(arguments)
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    decoder = random_model(options.model, device=options.device)
+    weights = "random weights at the true shape" if options.model in SHAPES else "random weights"
+    print(f"card: {options.model}, {weights}, {decoder.dtype}, lengths / {options.shrink:g}, {options.device}")
+    summary = {}
+    for name in options.fits:
+        setting = make_setting(options, name, decoder)
+        shape = name if options.shrink == 1 else f"{name}/{options.shrink:g}"
+        for precision in options.precisions:
+            plan = plan_engine(decoder, KVConfig(precision), setting.rollout, setting.budget_bytes)
+            print(f"{shape} {precision:>6} {plan}")
+        traces = schedulers(setting) if "schedulers" in options.parts else {}
+        if traces:
+            print(table(shape, traces), flush=True)
+        found = precisions(setting, options.precisions) if "precisions" in options.parts else {}
+        if found:
+            print(table(shape, found), flush=True)
+        path = write_rows(options.out, rows(shape, options.model, setting, traces, found))
+        summary[shape] = gains(found)
+    print(json.dumps({"experiment": "rollout", "file": str(path), "gains": summary}))
+
+
+if __name__ == "__main__":
+    main()
