@@ -5,14 +5,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
+from torch.distributed.device_mesh import DeviceMesh
 
 from kv4rl.config import GRPOConfig, require
 from kv4rl.grpo.advantage import group_advantages
+from kv4rl.grpo.balance import balanced
 from kv4rl.grpo.logprobs import MAX_LOGITS, token_logprobs
 from kv4rl.grpo.loss import LossStats, grpo_loss, unclipped_tis_weights
 from kv4rl.grpo.masters import MasterWeights, cast_copy, compute_dtype
 from kv4rl.grpo.mismatch import sampler_mismatch
-from kv4rl.grpo.packing import TrainBatch, microbatches, pack
+from kv4rl.grpo.packing import TrainBatch, join, microbatches, pack
+from kv4rl.grpo.ranks import all_ranks, sum_over_ranks
+from kv4rl.grpo.sharded import ShardedWeights, load_whole_optimizer_state, shard, whole_optimizer_state
 from kv4rl.metrics import Timers, summary
 from kv4rl.model.attend import PackedCausal
 from kv4rl.rollout.group import PromptGroup
@@ -20,9 +24,13 @@ from kv4rl.rollout.group import PromptGroup
 
 @dataclass
 class Microbatch:
-    """A packed part of the minibatch with its frozen log-probs, each FP32 [M]."""
+    """A packed part of the minibatch with its frozen log-probs, each FP32 [M].
+
+    `padding`: it only keeps this rank in step with others that have one more; none of its tokens counts.
+    """
 
     batch: TrainBatch
+    padding: bool = False
     old_logp: torch.Tensor | None = None
     reference_logp: torch.Tensor | None = None
     entropy: torch.Tensor | None = None
@@ -35,6 +43,9 @@ class GRPOLearner:
     (default: a copy of `decoder` as given); unused when kl_coefficient is 0. `old_log_probs`: "compute" runs the
     separate pass that the paper times; "detach" takes them from the training forward, equal with one minibatch an
     update. `max_logits` bounds the FP32 logits alive at once (see `token_logprobs`).
+
+    `mesh`, one-dimensional: policy and reference are sharded over it (FSDP2), `update` is a collective that every rank
+    calls with the same groups, each trains on its share, and all return the same metrics.
     """
 
     def __init__(
@@ -45,6 +56,7 @@ class GRPOLearner:
         *,
         old_log_probs: str = "compute",
         max_logits: int = MAX_LOGITS,
+        mesh: DeviceMesh | None = None,
     ):
         require(old_log_probs in ("compute", "detach"), "old_log_probs", old_log_probs, "compute or detach")
         self.config = config
@@ -55,7 +67,10 @@ class GRPOLearner:
         self.reference = None
         if config.kl_coefficient > 0:
             self.reference = cast_copy(reference if reference is not None else decoder, dtype).requires_grad_(False)
-        self.weights = MasterWeights(decoder, dtype)
+            if mesh is not None:
+                shard(self.reference, dtype, mesh, offload=True)
+        self.mesh = mesh
+        self.weights = MasterWeights(decoder, dtype) if mesh is None else ShardedWeights(decoder, dtype, mesh)
         self._compute_old = old_log_probs == "compute"
         self._max_logits = max_logits
         self._optimizer = torch.optim.AdamW(
@@ -75,7 +90,7 @@ class GRPOLearner:
             advantages = group_advantages(rewards, self.config.advantage_epsilon).float()
             batch = pack(groups, advantages)
             require(batch.num_tokens > 0, "groups", f"{batch.num_tokens} response tokens", "at least one token")
-        parts = [Microbatch(part.to(self.device)) for part in microbatches(batch, self.config.microbatch_tokens)]
+        parts = self._parts(batch)
         if self._compute_old:
             with timers("old_log_prob"):
                 self._old_log_probs(parts)
@@ -94,21 +109,33 @@ class GRPOLearner:
         return token_logprobs(decoder, predicting, batch.targets, entropy=entropy, max_logits=self._max_logits)
 
     def state(self) -> dict:
-        """Masters (FP32 on CPU), optimizer state and the number of updates made."""
-        return {
-            "weights": self.weights.state(), "optimizer": self._optimizer.state_dict(), "updates": self.updates,
-        }  # fmt: skip
+        """Masters (FP32 on CPU), optimizer state and the number of updates made; the same for any number of ranks."""
+        optimizer = self._optimizer.state_dict() if self.mesh is None else whole_optimizer_state(self._optimizer)
+        return {"weights": self.weights.state(), "optimizer": optimizer, "updates": self.updates}
 
     def load_state(self, state: dict) -> None:
         """Continue from `state()`."""
         self.weights.load_state(state["weights"])
-        self._optimizer.load_state_dict(state["optimizer"])
+        if self.mesh is None:
+            self._optimizer.load_state_dict(state["optimizer"])
+        else:
+            load_whole_optimizer_state(self._optimizer, state["optimizer"])
         self.updates = state["updates"]
 
     @property
     def learning_rate(self) -> float:
         """Of the next update: linear warmup that reaches the full rate with the last warmup update, then constant."""
         return self.config.learning_rate * min(1.0, (self.updates + 1) / max(1, self.config.warmup_updates))
+
+    def _parts(self, batch: TrainBatch) -> list[Microbatch]:
+        """This rank's microbatches; as many as every other rank's."""
+        budget = self.config.microbatch_tokens
+        if self.mesh is None:
+            return [Microbatch(part.to(self.device)) for part in microbatches(batch, budget)]
+        lengths = batch.cu_seqlens.diff().tolist()
+        mine = balanced(lengths, self.mesh.size(), budget)[self.mesh.get_local_rank()]
+        shares = [join([batch.sequences(i, i + 1) for i in members or (0,)]) for members in mine]
+        return [Microbatch(share.to(self.device), not members) for share, members in zip(shares, mine, strict=True)]
 
     @torch.no_grad()
     def _old_log_probs(self, parts: list[Microbatch]) -> None:
@@ -121,22 +148,25 @@ class GRPOLearner:
             part.reference_logp, _ = self.log_probs(part.batch, self.reference)
 
     def _backward(self, parts: list[Microbatch], num_tokens: int) -> LossStats:
+        ranks = 1 if self.mesh is None else self.mesh.size()
         total = None
         for part in parts:
             logp, entropy = self.log_probs(part.batch, self.weights.decoder, entropy=not self._compute_old)
             if not self._compute_old:
                 part.old_logp, part.entropy = logp.detach(), entropy
+            mask = torch.zeros_like(logp, dtype=torch.bool) if part.padding else None
             loss, stats = grpo_loss(
-                logp, part.old_logp, part.batch.sampler_logp, part.reference_logp, part.batch.advantages, None,
+                logp, part.old_logp, part.batch.sampler_logp, part.reference_logp, part.batch.advantages, mask,
                 config=self.config, num_tokens=num_tokens,
             )  # fmt: skip
-            loss.backward()
+            (loss * ranks).backward()  # FSDP averages gradients over ranks; the loss is a sum over them
             total = stats if total is None else total + stats
-        return total
+        return total if self.mesh is None else sum_over_ranks(total, self.mesh)
 
     def _step(self) -> dict[str, float]:
         parameters, learning_rate = self.weights.parameters(), self.learning_rate
-        norm = float(torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm))
+        norm = torch.nn.utils.clip_grad_norm_(parameters, self.config.max_grad_norm)
+        norm = float(norm if self.mesh is None else norm.full_tensor())
         finite = math.isfinite(norm)
         if finite:
             for group in self._optimizer.param_groups:
@@ -148,17 +178,22 @@ class GRPOLearner:
         return {"actor/grad_norm": norm, "actor/lr": learning_rate, "actor/skipped_steps": float(not finite)}
 
     def _metrics(self, parts: list[Microbatch], stats: LossStats) -> dict[str, float]:
-        flat = lambda columns: torch.cat(list(columns)).cpu()
-        old, sampler = flat(part.old_logp for part in parts), flat(part.batch.sampler_logp for part in parts)
-        lengths = flat(part.batch.response_lengths for part in parts)
-        mismatch = sampler_mismatch(old, sampler, lengths, self.config.tis_clip)
-        self.tis_weights = unclipped_tis_weights(old, sampler)
+        parts = [part for part in parts if not part.padding]
+        columns = {
+            "old": [part.old_logp for part in parts],
+            "sampler": [part.batch.sampler_logp for part in parts],
+            "lengths": [part.batch.response_lengths for part in parts],
+            "entropy": [part.entropy for part in parts],
+            "advantages": [part.batch.advantages for part in parts],
+        }
+        flat = {name: torch.cat([value.cpu() for value in all_ranks(c, self.mesh)]) for name, c in columns.items()}
+        mismatch = sampler_mismatch(flat["old"], flat["sampler"], flat["lengths"], self.config.tis_clip)
+        self.tis_weights = unclipped_tis_weights(flat["old"], flat["sampler"])
         metrics = {f"actor/{name}": value for name, value in stats.means().items()}
-        metrics["actor/entropy"] = float(flat(part.entropy for part in parts).double().mean())
+        metrics["actor/entropy"] = float(flat["entropy"].double().mean())
         metrics["actor/kl_coef"] = self.config.kl_coefficient
-        metrics["actor/microbatches"] = float(len(parts))
-        advantages = summary("critic/advantages", flat(part.batch.advantages for part in parts))
-        return metrics | advantages | mismatch
+        metrics["actor/microbatches"] = float(sum(all_ranks([len(parts)], self.mesh)))
+        return metrics | summary("critic/advantages", flat["advantages"]) | mismatch
 
 
 def _scores(groups: Sequence[PromptGroup]) -> torch.Tensor:

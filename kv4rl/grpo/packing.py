@@ -56,6 +56,20 @@ class TrainBatch:
         )
 
 
+def join(parts: Sequence[TrainBatch]) -> TrainBatch:
+    """Batches laid end to end as one. Raises ValueError without any."""
+    require(len(parts) > 0, "parts", len(parts), "at least one batch")
+    starts = [0]
+    for part in parts:
+        starts.append(starts[-1] + len(part.input_ids))
+    columns = {field.name: [getattr(part, field.name) for part in parts] for field in fields(TrainBatch)}
+    shifted = zip(parts, starts, strict=False)
+    columns["predicting_rows"] = [part.predicting_rows + start for part, start in shifted]
+    ends = [part.cu_seqlens[1:] + start for part, start in zip(parts, starts, strict=False)]
+    columns["cu_seqlens"] = [parts[0].cu_seqlens[:1], *ends]
+    return TrainBatch(**{name: torch.cat(values) for name, values in columns.items()})
+
+
 def pack(groups: Sequence[PromptGroup], advantages: torch.Tensor) -> TrainBatch:
     """Pack every response of `groups`; advantages: [len(groups), G].
 

@@ -21,7 +21,7 @@ def random_qwen3(seed: int, *, head_dim: int) -> Decoder:
     return Decoder.random(DecoderConfig.from_hf(config), seed=seed)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def tiny_decoder():
     """A function of a seed: a random 2-layer Qwen3 in FP32 with a vocabulary of 48."""
 
@@ -34,7 +34,7 @@ def wide_decoder():
     return lambda seed=0: random_qwen3(seed, head_dim=64)
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_request():
     """A function: a finished response with random tokens and log-probs."""
 
@@ -51,7 +51,7 @@ def make_request():
     return make
 
 
-@pytest.fixture
+@pytest.fixture(scope="session")
 def make_groups(make_request):
     """A function: groups of G scored responses of random lengths."""
 
