@@ -33,9 +33,10 @@ from kv4rl.rollout.group import Prompt, PromptGroup, PromptStream
 from kv4rl.rollout.partial import PartialCollector
 from kv4rl.rollout.sync import SyncCollector
 from kv4rl.rollout.trace import Trace
-from kv4rl.tasks.stream import JsonlStream, MiniStream, take
+from kv4rl.tasks.stream import JsonlStream, LeftOut, MiniStream, take
 
 Report = Callable[[str], None]
+NAMED = 5  # task lines that a report names; a file holds all of them
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,8 @@ class Trainer:
         stops = eos_token_ids(config.model)
         self.engine = RolloutEngine(rollout_decoder, config.kv, config.rollout, eos_token_ids=stops)
         prompts = _prompts(config, self.tokenizer)
-        self.evaluation_prompts = _evaluation_prompts(config, self.tokenizer)
+        self.left_out = list(prompts.left_out)
+        self.evaluation_prompts = _evaluation_prompts(config, self.tokenizer, self.left_out)
         for prompt in (prompts.longest(), *self.evaluation_prompts):
             cap = config.rollout.max_response_tokens
             self.engine.check_fits(Request(prompt.prompt_id, 0, prompt.tokens, cap, stops))
@@ -188,6 +190,7 @@ def train(
                 MetricsWriter(config.output_dir, resumed_update=trainer.update if resumed else None)
             )
         report(_opening(trainer, resumed))
+        _report_left_out(trainer, report)
         if not resumed:
             writer.write(0, trainer.evaluate())
         _loop(trainer, writer)
@@ -226,23 +229,41 @@ def _opening(trainer: Trainer, resumed: bool) -> str:
     )
 
 
+def _report_left_out(trainer: Trainer, report: Report) -> None:
+    """Count and name the task lines that are not used; the whole list goes into the run's folder."""
+    lines = [f"{line.where}: {line.reason}" for line in trainer.left_out]
+    if not lines:
+        return
+    file = Path(trainer.config.output_dir) / "left_out.txt"
+    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    report(f"{len(lines)} task lines are left out, for the grader could not use their answers (all of them in {file}):")
+    for line in lines[:NAMED]:
+        report(f"  {line}")
+
+
 def _prompts(config: TrainConfig, tokenizer) -> PromptStream:
     if config.tasks == "mini":
         return MiniStream(config.seed, tokenizer=tokenizer)
     require(Path(config.tasks).is_file(), "tasks", config.tasks, '"mini" or a .jsonl file that exists')
     limit = config.rollout.max_prompt_tokens
-    return JsonlStream(config.tasks, tokenizer, max_prompt_tokens=limit, seed=config.seed)
+    return JsonlStream(config.tasks, tokenizer, max_prompt_tokens=limit, seed=config.seed, check_golds=True)
 
 
-def _evaluation_prompts(config: TrainConfig, tokenizer) -> list[Prompt]:
-    """Held-out prompts: the mini task's own split, or the lines of `<tasks>.evaluation.jsonl`; none without it."""
+def _evaluation_prompts(config: TrainConfig, tokenizer, left_out: list[LeftOut]) -> list[Prompt]:
+    """Held-out prompts: the mini task's own split, or the lines of `<tasks>.evaluation.jsonl`; none without it.
+
+    Lines whose gold answer cannot be graded are added to `left_out`.
+    """
     if config.tasks == "mini":
         stream = MiniStream(config.seed, split="evaluation", tokenizer=tokenizer)
         return take(stream, config.evaluate_prompts)
     if not _evaluation_file(config).is_file():
         return []
     limit = config.rollout.max_prompt_tokens
-    stream = JsonlStream(_evaluation_file(config), tokenizer, max_prompt_tokens=limit, shuffle=False, epochs=1)
+    stream = JsonlStream(
+        _evaluation_file(config), tokenizer, max_prompt_tokens=limit, shuffle=False, epochs=1, check_golds=True
+    )
+    left_out += stream.left_out
     return take(stream, min(config.evaluate_prompts, len(stream)))
 
 

@@ -1,16 +1,18 @@
 """Prompt streams: endless mini tasks from a seed, and the lines of a .jsonl file."""
 
 import hashlib
-import json
 import random
+from dataclasses import dataclass
 from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
 from kv4rl.config import require
 from kv4rl.rollout.group import Prompt, PromptStream
+from kv4rl.tasks.golds import unusable_golds
+from kv4rl.tasks.jsonl import read_jsonl
 from kv4rl.tasks.mini import SPLITS, MiniProblem, draw_problem
-from kv4rl.tasks.tokenizer import build_tokenizer
+from kv4rl.tasks.tokenizer import build_tokenizer, unknown_characters
 
 
 def mini_problem(seed: int, split: str, index: int) -> MiniProblem:
@@ -28,11 +30,21 @@ def take(stream: PromptStream, count: int) -> list[Prompt]:
     return [stream.next() for _ in range(count)]
 
 
+@dataclass(frozen=True)
+class LeftOut:
+    """A line of a task file that is not trained on."""
+
+    where: str  # file and line
+    reason: str  # names its gold answer, and what is wrong with it
+
+
 class MiniStream:
     """Mini tasks without end (`PromptStream`). The k-th prompt depends on seed, split and k alone.
 
     `split` is `train` or `evaluation`; the two share no prompt.
     """
+
+    left_out: tuple[LeftOut, ...] = ()  # every mini task can be graded
 
     def __init__(self, seed: int, *, split: str = "train", tokenizer: PreTrainedTokenizerBase | None = None):
         require(split in SPLITS, "split", split, f"one of {SPLITS}")
@@ -68,8 +80,12 @@ class JsonlStream:
     """Prompts from a .jsonl file, in a new order every epoch (`PromptStream`); never ends unless `epochs` says so.
 
     Each line is an object with `prompt` (text, or a list of chat messages for the tokenizer's chat template) and
-    `answer`, and optionally `prompt_id`. Raises ValueError at once, naming the line, on an empty file, a line that is
-    no such object, and a prompt of more than `max_prompt_tokens`.
+    `answer` (text or a number), and optionally `prompt_id`. Raises InputError at once, naming line and field, on a
+    file that is not UTF-8 or empty, a line that is no such object, an id given twice, characters the tokenizer does
+    not know, and a prompt of more than `max_prompt_tokens`.
+
+    With `check_golds`, lines whose answer the grader cannot use are left out and listed in `left_out`; an error if no
+    line remains.
     """
 
     def __init__(
@@ -81,15 +97,22 @@ class JsonlStream:
         seed: int = 0,
         shuffle: bool = True,
         epochs: int | None = None,
+        check_golds: bool = False,
     ):
         self.path, self.seed, self.shuffle, self.epochs = Path(path), seed, shuffle, epochs
         content = self.path.read_bytes()
-        self._digest = hashlib.sha256(content).hexdigest()[:16]
-        lines = enumerate(content.decode("utf-8").splitlines(), start=1)
-        self._prompts = [
-            self._parse(line, number, tokenizer, max_prompt_tokens) for number, line in lines if line.strip()
-        ]
-        require(bool(self._prompts), "task file", str(self.path), "at least one line with `prompt` and `answer`")
+        records = read_jsonl(self.path, content=content)
+        lines = {where: _prompt_of(where, record, tokenizer, max_prompt_tokens) for where, record in records}
+        _require_distinct_ids(lines)
+        reasons = unusable_golds([prompt.answer for prompt in lines.values()]) if check_golds else {}
+        self.left_out = [LeftOut(w, reasons[prompt.answer]) for w, prompt in lines.items() if prompt.answer in reasons]
+        self._prompts = [prompt for prompt in lines.values() if prompt.answer not in reasons]
+        first = self.left_out[0].reason if self.left_out else ""
+        expected = f"at least one that the grader can use; none of {len(lines)} is, the first because of {first}"
+        require(bool(self._prompts), f"answers of {self.path}", "all left out", expected)
+        # A cursor means the same prompts only if the same ones were kept.
+        kept = "".join(f"\0{prompt.prompt_id}" for prompt in self._prompts).encode()
+        self._digest = hashlib.sha256(content + kept).hexdigest()[:16]
         self._cursor, self._order = 0, []
 
     def __len__(self) -> int:
@@ -98,24 +121,6 @@ class JsonlStream:
     def longest(self) -> Prompt:
         """The prompt of most tokens."""
         return max(self._prompts, key=lambda prompt: len(prompt.tokens))
-
-    def _parse(self, line: str, number: int, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> Prompt:
-        where = f"{self.path}:{number}"
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}={line[:60]!r}: expected one JSON object a line ({error})") from error
-        require(isinstance(record, dict), where, line[:60], "a JSON object")
-        missing = [name for name in ("prompt", "answer") if name not in record]
-        require(not missing, f"{where} fields", sorted(record), f"also {', '.join(missing)}")
-        text = record["prompt"]
-        if isinstance(text, list):
-            text = tokenizer.apply_chat_template(text, tokenize=False, add_generation_prompt=True)
-        require(isinstance(text, str) and bool(text), f"{where} prompt", text, "text or a list of chat messages")
-        tokens = tokenizer.encode(text, add_special_tokens=not isinstance(record["prompt"], list))
-        fits = 1 <= len(tokens) <= max_prompt_tokens
-        require(fits, f"{where} prompt tokens", len(tokens), f"at most max_prompt_tokens={max_prompt_tokens}")
-        return Prompt(str(record.get("prompt_id", f"{self.path.stem}-{number}")), tokens, str(record["answer"]), text)
 
     def next(self) -> Prompt:
         """The next prompt; `StopIteration` after `epochs`. From the second epoch on, ids end in `@epoch`."""
@@ -146,3 +151,43 @@ class JsonlStream:
         require(state["cursor"] >= 0, "cursor", state["cursor"], "an integer >= 0")
         self._cursor = state["cursor"]
         self._order = self._order_of(self._cursor // len(self._prompts))
+
+
+def _prompt_of(where: str, record: dict, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> Prompt:
+    missing = [name for name in ("prompt", "answer") if name not in record]
+    require(not missing, f"{where} fields", sorted(record), f"also {', '.join(missing)}")
+    given, answer = record["prompt"], record["answer"]
+    number = isinstance(answer, int | float) and not isinstance(answer, bool)
+    require(number or (isinstance(answer, str) and bool(answer.strip())), f"{where} answer", answer, "text or a number")
+    prompt_id = record.get("prompt_id", f"{Path(where).stem}-{where.rpartition(':')[2]}")
+    named = isinstance(prompt_id, str | int) and not isinstance(prompt_id, bool) and prompt_id != ""
+    require(named, f"{where} prompt_id", prompt_id, "text or a whole number, or no such field")
+    text = _chat_text(where, given, tokenizer) if isinstance(given, list) else given
+    require(isinstance(text, str) and bool(text), f"{where} prompt", given, "text or a list of chat messages")
+    tokens = _encode(where, text, tokenizer, add_special_tokens=not isinstance(given, list))
+    fits = 1 <= len(tokens) <= max_prompt_tokens
+    require(fits, f"{where} prompt tokens", len(tokens), f"at least 1, at most max_prompt_tokens={max_prompt_tokens}")
+    return Prompt(str(prompt_id), tokens, str(answer), text)
+
+
+def _chat_text(where: str, messages: list, tokenizer: PreTrainedTokenizerBase) -> str:
+    has_template = bool(tokenizer.chat_template)
+    require(has_template, f"{where} prompt", "a list of messages", "plain text: this tokenizer has no chat template")
+    whole = all(isinstance(m, dict) and isinstance(m.get("role"), str) for m in messages)
+    whole = whole and all(isinstance(m.get("content"), str) for m in messages) and bool(messages)
+    require(whole, f"{where} prompt", messages, "messages: objects with `role` and `content`, both of them text")
+    return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=True)
+
+
+def _encode(where: str, text: str, tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[int]:
+    unknown = unknown_characters(tokenizer, text)
+    require(not unknown, f"{where} prompt", "".join(unknown[:20]), "only characters that the model's tokenizer knows")
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def _require_distinct_ids(lines: dict[str, Prompt]) -> None:
+    first: dict[str, str] = {}
+    for where, prompt in lines.items():
+        earlier = first.setdefault(prompt.prompt_id, where)
+        expected = f"another id: {earlier} has this one, and the sampling noise is keyed by it"
+        require(earlier == where, f"{where} prompt_id", prompt.prompt_id, expected)

@@ -3,7 +3,7 @@
 from pathlib import Path
 
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
-from transformers import PreTrainedTokenizerFast
+from transformers import PreTrainedTokenizerBase, PreTrainedTokenizerFast
 
 PAD, EOS, BOX = "<pad>", "<eos>", "\\boxed{"
 CHARACTERS = "0123456789\n ,:;=>nkrx}+-*/()."
@@ -22,6 +22,18 @@ def build_tokenizer() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(
         tokenizer_object=core, pad_token=PAD, eos_token=EOS, clean_up_tokenization_spaces=False, model_max_length=2048
     )
+
+
+def unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> list[str]:
+    """Pieces of `text`, each once, for which this tokenizer has no token, and no unknown token either.
+
+    Only a word-level vocabulary such as the mini model's can lack any: the others fall back on bytes.
+    """
+    core, known = getattr(tokenizer, "backend_tokenizer", None), tokenizer.get_vocab()
+    if core is None or not isinstance(core.model, models.WordLevel) or core.model.unk_token in known:
+        return []
+    pieces = (piece for piece, _ in core.pre_tokenizer.pre_tokenize_str(text))
+    return [piece for piece in dict.fromkeys(pieces) if piece not in known]
 
 
 def save_tokenizer(directory: str | Path) -> None:

@@ -61,6 +61,26 @@ def test_wrong_input_ends_with_one_sentence_and_nothing_done(tmp_path, monkeypat
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.parametrize(
+    ("content", "sentence"),
+    [
+        ("", "file='tasks.jsonl': expected at least one line"),
+        ('{"prompt": "n"}', "tasks.jsonl:1 fields=['prompt']: expected also answer"),
+        (
+            '{"prompt": "What is 1+1?", "answer": "2"}',
+            "tasks.jsonl:1 prompt='Whatis?': expected only characters that t",
+        ),
+        ('{"prompt": "n", "answer": "?"}', "none of 1 is, the first because of gold='?'"),
+    ],
+)
+def test_wrong_task_files_end_a_training_before_it_starts(tmp_path, monkeypatch, capsys, content, sentence):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "tasks.jsonl").write_text(content)
+    with pytest.raises(SystemExit, match="2"):
+        main_of("kv4rl.train")(["--tasks", "tasks.jsonl", "--output_dir", "run"])
+    assert sentence in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
 def test_a_whole_process_says_only_that_sentence(tmp_path):
     words = [sys.executable, "-m", "kv4rl.train", "--model", "modle", "--output_dir", str(tmp_path / "run")]
     done = subprocess.run(words, cwd=REPOSITORY, capture_output=True, text=True)

@@ -1,3 +1,4 @@
+import json
 import math
 import shutil
 from dataclasses import replace
@@ -158,6 +159,21 @@ def test_a_jsonl_file_trains_without_evaluation_unless_one_is_held_out(parity_gr
     held_out = tiny_tasks.with_suffix(".evaluation.jsonl")
     held_out.write_text(tiny_tasks.read_text())
     assert "val/avg_at_k" in train(replace(config, updates=2)).metrics[-1]
+
+
+def test_tasks_without_a_gradable_answer_are_counted_named_and_left_out(parity_grader, tiny_config, tiny_tasks):
+    lines = tiny_tasks.read_text().splitlines()
+    bad = [json.dumps({"prompt": "n=1+1=", "answer": answer, "prompt_id": f"bad{answer}"}) for answer in ("?", "x=")]
+    tiny_tasks.write_text("\n".join([bad[0], *lines[:4], bad[1]]))
+    tiny_tasks.with_suffix(".evaluation.jsonl").write_text("\n".join([*lines, bad[0]]))
+    said = []
+    config = tiny_config(tasks=str(tiny_tasks), updates=2)
+    result = train(config, said.append)
+    assert said[1].startswith("3 task lines are left out")
+    assert [line.split(":")[1] for line in said[2:5]] == ["1", "6", "9"] and "gold='x='" in said[3]
+    assert (result.output_dir / "left_out.txt").read_text().count("\n") == 3
+    held = load_checkpoint(list_checkpoints(f"{config.output_dir}/checkpoints")[-1], config).run["collector"]["groups"]
+    assert held and not [group for group in held if "bad" in group["prompt"]["prompt_id"]]
 
 
 def test_a_checkpoint_of_another_configuration_is_refused_naming_the_fields(parity_grader, tiny_config):
