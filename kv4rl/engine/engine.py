@@ -8,12 +8,12 @@ import numpy as np
 import torch
 
 from kv4rl.cache.kv_cache import KVCache
-from kv4rl.config import KVConfig, RolloutConfig, require, require_protected_fits
+from kv4rl.config import KVConfig, RolloutConfig, require, require_integer, require_protected_fits
 from kv4rl.engine.base import BatchingEngine
 from kv4rl.engine.clock import DeviceClock
 from kv4rl.engine.draw import NEVER, DrawKeys, ForcedEnd, draw
 from kv4rl.engine.noise import noise_key
-from kv4rl.engine.request import Request
+from kv4rl.engine.request import Request, token_ids
 from kv4rl.engine.sampler import Sampling
 from kv4rl.engine.scheduler import Entry, Limits, Scheduler, StepPlan
 from kv4rl.engine.step_batch import StepBatch
@@ -37,11 +37,19 @@ class Response:
     finish_reason: str  # "eos" or "length"
 
 
+def _require_kinds(decoder: object, kv: object, rollout: object) -> None:
+    """ValueError for a name where a model belongs, and for one configuration where another does."""
+    require(hasattr(decoder, "cache_shape"), "decoder", decoder, "a model: load_decoder(name) makes one")
+    require(isinstance(kv, KVConfig), "kv", kv, 'a KVConfig, such as KVConfig("kv4rl")')
+    require(isinstance(rollout, RolloutConfig), "rollout", rollout, 'a RolloutConfig, such as preset("mini").rollout')
+
+
 class RolloutEngine(BatchingEngine):
     """Samples responses of one policy version through the KV cache of `kv`.
 
-    The decoder becomes the engine's own: `update_weights` writes into it. Requests added with `add` are sampled as
-    the rollout configuration says; `generate` samples as its argument says and needs the engine for itself.
+    The decoder becomes the engine's own: its projections are fused, `update_weights` writes into it. Requests added
+    with `add` are sampled as the rollout configuration says; `generate` samples as its argument says and needs the
+    engine for itself.
     `forced_lengths(request)`, if given, is where each response ends, its end-of-sequence token included (at least 1):
     the cap still cuts, and nothing else ends it (`rollout/forced.py`).
     """
@@ -56,10 +64,12 @@ class RolloutEngine(BatchingEngine):
         backend: str = "auto",
         forced_lengths: Callable[[Request], int] | None = None,
     ):
+        _require_kinds(decoder, kv, rollout)
         vocabulary = decoder.config.vocab_size
-        for token in eos_token_ids:
+        for token in token_ids(eos_token_ids, "eos_token_ids"):
             require(0 <= token < vocabulary, "eos_token_ids", token, f"a token id below the vocabulary's {vocabulary}")
         require_protected_fits(kv, decoder.config.max_positions)
+        decoder.fuse_projections()
         self.decoder = decoder
         self.rollout = rollout
         self.eos_token_ids = tuple(eos_token_ids)
@@ -124,10 +134,14 @@ class RolloutEngine(BatchingEngine):
         """
         if self.has_unfinished:
             raise RuntimeError("generate needs the engine for itself: pause it or step it until nothing is unfinished")
+        require(isinstance(sampling, Sampling), "sampling", sampling, "a Sampling, such as Sampling(temperature=0.0)")
+        listed = isinstance(prompts, list | tuple) or hasattr(prompts, "tolist")
+        require(listed, "prompts", prompts, "a list of prompts, each of them a list of token ids")
+        prompts = [token_ids(prompt, f"prompt {i}") for i, prompt in enumerate(prompts)]
         ids = [str(i) for i in range(len(prompts))] if prompt_ids is None else list(prompt_ids)
         require(len(ids) == len(prompts), "prompt_ids", len(ids), f"one for each of the {len(prompts)} prompts")
         require(len(set(ids)) == len(ids), "prompt_ids", ids, "distinct ids")
-        require(samples >= 1, "samples", samples, "an integer >= 1")
+        require_integer(samples, "samples", 1)
         cap = self.rollout.max_response_tokens if sampling.max_response_tokens is None else sampling.max_response_tokens
         requests = [
             Request(ids[i], sibling, list(prompt), cap, self.eos_token_ids, priority=(i, sibling))

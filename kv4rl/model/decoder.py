@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from kv4rl.model.config import DecoderConfig
+from kv4rl.model.fused import FusedLinear, project
 
 if TYPE_CHECKING:
     from kv4rl.cache.kv_cache import CacheShape
@@ -66,12 +67,15 @@ class SelfAttention(nn.Module):
         self.o_proj = nn.Linear(query_size, hidden, bias=config.output_bias)
         self.q_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
         self.k_norm = RMSNorm(config.head_dim, config.rms_norm_eps) if config.qk_norm else None
+        self.fused: FusedLinear | None = None
+
+    @property
+    def projections(self) -> tuple[nn.Linear, ...]:
+        return self.q_proj, self.k_proj, self.v_proj
 
     def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
         rows = x.shape[0]
-        q = self.q_proj(x).view(rows, -1, self.head_dim)
-        k = self.k_proj(x).view(rows, -1, self.head_dim)
-        v = self.v_proj(x).view(rows, -1, self.head_dim)
+        q, k, v = (part.view(rows, -1, self.head_dim) for part in project(x, self.projections, self.fused))
         if self.q_norm is not None:
             q, k = self.q_norm(q), self.k_norm(k)
         out = attend(layer, rotate(q, tables), rotate(k, tables), v)
@@ -86,9 +90,15 @@ class MLP(nn.Module):
         self.gate_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.up_proj = nn.Linear(config.hidden_size, config.intermediate_size, bias=config.mlp_bias)
         self.down_proj = nn.Linear(config.intermediate_size, config.hidden_size, bias=config.mlp_bias)
+        self.fused: FusedLinear | None = None
+
+    @property
+    def projections(self) -> tuple[nn.Linear, ...]:
+        return self.gate_proj, self.up_proj
 
     def forward(self, x: Tensor) -> Tensor:
-        return self.down_proj(F.silu(self.gate_proj(x)) * self.up_proj(x))
+        gate, up = project(x, self.projections, self.fused)
+        return self.down_proj(F.silu(gate) * up)
 
 
 class Layer(nn.Module):
@@ -143,6 +153,13 @@ class Decoder(nn.Module):
             else:
                 nn.init.normal_(parameter, std=config.hf.initializer_range, generator=generator)
         return decoder
+
+    def fuse_projections(self) -> None:
+        """Compute QKV, and gate with up, by one product each where no gradient is wanted; parameters stay the same."""
+        for layer in self.model.layers:
+            for block in (layer.self_attn, layer.mlp):
+                if block.fused is None or not block.fused.current:
+                    block.fused = FusedLinear(block.projections)
 
     @property
     def dtype(self) -> torch.dtype:
