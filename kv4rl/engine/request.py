@@ -4,7 +4,7 @@ import math
 from dataclasses import dataclass, field
 from enum import StrEnum
 
-from kv4rl.config import require
+from kv4rl.config import require, require_integer
 
 
 class RequestStatus(StrEnum):
@@ -16,6 +16,15 @@ class RequestStatus(StrEnum):
     PREEMPTED = "preempted"  # holds nothing: gave its pages to a request of higher priority
     FINISHED = "finished"  # end-of-sequence token sampled, or cap reached
     ABORTED = "aborted"
+
+
+def token_ids(value: object, name: str) -> list[int]:
+    """A list, tuple, array or tensor of token ids as a list of ints; ValueError, naming it, for anything else."""
+    value = value.tolist() if hasattr(value, "tolist") else value
+    whole = isinstance(value, list | tuple) and all(type(token) is int for token in value)
+    shown = value if isinstance(value, str | int) or whole else f"{type(value).__name__} {str(value)[:60]}"
+    require(whole, name, shown, "a list of token ids: tokenizer(text)['input_ids'] makes one")
+    return list(value)
 
 
 @dataclass(eq=False)
@@ -40,8 +49,10 @@ class Request:
     preemptions: int = 0
 
     def __post_init__(self):
-        require(self.sibling >= 0, "sibling", self.sibling, "an integer >= 0")
-        require(self.max_response_tokens >= 0, "max_response_tokens", self.max_response_tokens, "an integer >= 0")
+        require(isinstance(self.prompt_id, str), "prompt_id", self.prompt_id, "a string")
+        require_integer(self.sibling, "sibling", 0)
+        require_integer(self.max_response_tokens, "max_response_tokens", 0)
+        self.prompt_tokens = token_ids(self.prompt_tokens, f"prompt_tokens of {self.label}")
 
     @property
     def context_tokens(self) -> int:

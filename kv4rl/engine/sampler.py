@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kv4rl.config import RolloutConfig, require
+from kv4rl.config import RolloutConfig, require, require_integer, require_number
 from kv4rl.engine.noise import uniforms
 
 
@@ -19,11 +19,12 @@ class Sampling:
     max_response_tokens: int | None = None  # None: the engine's own limit
 
     def __post_init__(self):
-        require(self.temperature >= 0, "temperature", self.temperature, "a number >= 0 (0: greedy)")
-        require(0 < self.top_p <= 1, "top_p", self.top_p, "a number in (0, 1]")
-        require(self.top_k >= 0, "top_k", self.top_k, "an integer >= 0 (0: off)")
-        cap = self.max_response_tokens
-        require(cap is None or cap >= 0, "max_response_tokens", cap, "an integer >= 0, or None")
+        require_number(self.temperature, "temperature", 0)
+        require_number(self.top_p, "top_p", 0, 1, open_low=True)
+        require_integer(self.top_k, "top_k", 0)
+        require_integer(self.seed, "seed", 0)
+        if self.max_response_tokens is not None:
+            require_integer(self.max_response_tokens, "max_response_tokens", 0)
 
     @classmethod
     def of(cls, config: RolloutConfig) -> "Sampling":

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from kv4rl.config import require
+from kv4rl.config import require, require_integer
 
 FAMILIES = ("qwen3", "qwen2", "llama")
 # Those whose frequencies do not depend on the length of the sequence: a cached key stays right as its request grows.
@@ -66,7 +66,8 @@ class DecoderConfig:
 
     def __post_init__(self):
         for name in ("vocab_size", "hidden_size", "intermediate_size", "num_layers", "query_heads", "kv_heads"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "an integer >= 1")
+            require_integer(getattr(self, name), name, 1)
+        require_integer(self.max_positions, "max_position_embeddings", 1)
         require(self.head_dim >= 2 and self.head_dim % 2 == 0, "head_dim", self.head_dim, "an even number (RoPE)")
         heads = (self.query_heads, self.kv_heads)
         require(self.query_heads % self.kv_heads == 0, "query_heads, kv_heads", heads, "a whole group per KV head")

@@ -7,14 +7,15 @@ from pathlib import Path
 
 import torch
 from huggingface_hub import snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, RepositoryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 from transformers import AutoConfig, AutoTokenizer, PreTrainedTokenizerBase
 
 import kv4rl
-from kv4rl.config import InputError, require
+from kv4rl.config import InputError, require, require_integer
+from kv4rl.device import choose_device
 from kv4rl.model.config import FAMILIES, DecoderConfig
 from kv4rl.model.decoder import Decoder
 
@@ -30,6 +31,8 @@ def resolve(name: str | Path) -> Path:
 
     Raises ValueError when `name` is none of them, ConnectionError when the hub cannot be reached.
     """
+    named = isinstance(name, str | Path) and bool(str(name).strip())
+    require(named, "model", name, "a directory, a name under data/models, or a hub id owner/name")
     for directory in (Path(name), MODELS_DIR / name):
         if directory.is_dir():
             return directory
@@ -51,19 +54,41 @@ def resolve(name: str | Path) -> Path:
 
 
 def load_config(path_or_id: str | Path) -> DecoderConfig:
-    """The configuration of a model. ValueError without config.json, or for a family the decoder does not build."""
+    """The configuration of a model.
+
+    Raises ValueError without a whole config.json, for one that transformers refuses, and for a family the decoder does
+    not build.
+    """
     path = resolve(path_or_id) / "config.json"
     require(path.is_file(), "model", str(path.parent), "a directory with config.json (is the download complete?)")
-    family = json.loads(path.read_text()).get("model_type")
+    family = read_json(path).get("model_type")
     require(family in FAMILIES, "model_type", family, f"a supported model family in {path}: {', '.join(FAMILIES)}")
-    return DecoderConfig.from_hf(AutoConfig.from_pretrained(path.parent, trust_remote_code=False))
+    try:
+        hf = AutoConfig.from_pretrained(path.parent, trust_remote_code=False)
+    except (StrictDataclassError, ValueError, KeyError, TypeError) as error:
+        raise InputError(f"config={str(path)!r}: expected what transformers takes for {family} ({error})") from error
+    return DecoderConfig.from_hf(hf)
+
+
+def read_json(path: Path) -> dict:
+    """The JSON object in a model's file; ValueError naming the file when it is cut off or holds something else."""
+    try:
+        content = json.loads(path.read_bytes())
+    except ValueError as error:  # no JSON, or no UTF-8
+        raise InputError(f"file={str(path)!r}: expected whole JSON ({error}): fetch again") from error
+    require(isinstance(content, dict), "file", str(path), "a JSON object: fetch again")
+    return content
 
 
 def load_decoder(path_or_id: str | Path, *, dtype: torch.dtype = torch.float32, device="cpu") -> Decoder:
     """A decoder with its weights cast to `dtype` on `device`.
 
-    Raises ValueError naming the file or tensor: missing shard, missing or unexpected tensor, wrong shape.
+    Raises ValueError naming the file or tensor: missing shard, missing or unexpected tensor, wrong shape; or naming a
+    dtype that is no floating-point torch.dtype, or a device that this machine lacks.
     """
+    floating = isinstance(dtype, torch.dtype) and dtype.is_floating_point
+    require(floating, "dtype", dtype, "torch.float32, torch.bfloat16 or another floating-point torch.dtype")
+    device = choose_device(str(device))
     directory = resolve(path_or_id)
     config = load_config(directory)
     with torch.device("meta"):
@@ -87,7 +112,10 @@ def weight_files(directory: Path) -> list[Path]:
         return [directory / WEIGHTS]
     index = directory / INDEX
     require(index.is_file(), "model", str(directory), f"a directory with {WEIGHTS} or {INDEX} (other formats: convert)")
-    shards = sorted(set(json.loads(index.read_text())["weight_map"].values()))
+    weight_map = read_json(index).get("weight_map")
+    whole = isinstance(weight_map, dict) and all(isinstance(shard, str) for shard in weight_map.values())
+    require(whole, f"weight_map of {index}", weight_map, "an object, tensor name to file name: fetch again")
+    shards = sorted(set(weight_map.values()))
     missing = [shard for shard in shards if not (directory / shard).is_file()]
     require(not missing, "weights", _some(missing), f"all {len(shards)} shards of {INDEX} in {directory}: fetch again")
     return [directory / shard for shard in shards]
@@ -117,12 +145,15 @@ def _read(file: Path, wanted: dict[str, Tensor], config: DecoderConfig, *, dtype
 def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
     """The model's tokenizer (no remote code). ValueError if its ids do not fit the model's vocabulary."""
     directory = resolve(path_or_id)
-    there = any(
-        (directory / name).is_file() for name in TOKENIZER_FILES
-    )  # without any, transformers makes an empty one
-    require(there, "tokenizer", str(directory), f"a directory with one of {', '.join(TOKENIZER_FILES)}")
+    there = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
+    # Without any, transformers makes an empty one.
+    require(bool(there), "tokenizer", str(directory), f"a directory with one of {', '.join(TOKENIZER_FILES)}")
+    for name in (*there, "tokenizer_config.json"):
+        if name.endswith(".json") and (directory / name).is_file():
+            read_json(directory / name)
+    vocab_size = load_config(directory).vocab_size
     tokenizer = AutoTokenizer.from_pretrained(directory, trust_remote_code=False)
-    check_tokenizer(tokenizer, load_config(directory).vocab_size)
+    check_tokenizer(tokenizer, vocab_size)
     return tokenizer
 
 
@@ -138,9 +169,12 @@ def eos_token_ids(path_or_id: str | Path) -> tuple[int, ...]:
     directory = resolve(path_or_id)
     for name in ("generation_config.json", "config.json"):
         if (directory / name).is_file():
-            ids = json.loads((directory / name).read_text()).get("eos_token_id")
+            ids = read_json(directory / name).get("eos_token_id")
             if ids is not None:
-                return tuple(ids) if isinstance(ids, list) else (ids,)
+                ids = ids if isinstance(ids, list) else [ids]
+                for token in ids:
+                    require_integer(token, f"eos_token_id of {directory / name}", 0)
+                return tuple(ids)
     raise InputError(
         f"eos_token_id=None: expected an id or a list in generation_config.json or config.json of {directory}"
     )

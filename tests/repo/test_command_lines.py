@@ -68,7 +68,7 @@ def test_wrong_input_ends_with_one_sentence_and_nothing_done(tmp_path, monkeypat
         ('{"prompt": "n"}', "tasks.jsonl:1 fields=['prompt']: expected also answer"),
         (
             '{"prompt": "What is 1+1?", "answer": "2"}',
-            "tasks.jsonl:1 prompt='Whatis?': expected only characters that t",
+            "tasks.jsonl:1 prompt='Whatis?': expected only characters",
         ),
         ('{"prompt": "n", "answer": "?"}', "none of 1 is, the first because of gold='?'"),
     ],
