@@ -2,6 +2,7 @@
 
 import hashlib
 import random
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -76,13 +77,13 @@ class MiniStream:
         self._cursor = state["cursor"]
 
 
-class JsonlStream:
-    """Prompts from a .jsonl file, in a new order every epoch (`PromptStream`); never ends unless `epochs` says so.
+class TaskStream:
+    """Prompts of a list of records, in a new order every epoch (`PromptStream`); never ends unless `epochs` says so.
 
-    Each line is an object with `prompt` (text, or a list of chat messages for the tokenizer's chat template) and
-    `answer` (text or a number), and optionally `prompt_id`. Raises InputError at once, naming line and field, on a
-    file that is not UTF-8 or empty, a line that is no such object, an id given twice, characters the tokenizer does
-    not know, and a prompt of more than `max_prompt_tokens`.
+    Each record is ("FILE:LINE", object) with `prompt` (text, or a list of chat messages for the tokenizer's chat
+    template) and `answer` (text or a number), and optionally `prompt_id`; `identity` are the bytes they came from.
+    Raises InputError at once, naming line and field, on an object that has them not, an id given twice, characters the
+    tokenizer does not know, and a prompt of more than `max_prompt_tokens`.
 
     With `check_golds`, lines whose answer the grader cannot use are left out and listed in `left_out`; an error if no
     line remains.
@@ -90,7 +91,9 @@ class JsonlStream:
 
     def __init__(
         self,
-        path: str | Path,
+        source: str | Path,
+        records: Sequence[tuple[str, dict]],
+        identity: bytes,
         tokenizer: PreTrainedTokenizerBase,
         *,
         max_prompt_tokens: int = 1024,
@@ -99,9 +102,7 @@ class JsonlStream:
         epochs: int | None = None,
         check_golds: bool = False,
     ):
-        self.path, self.seed, self.shuffle, self.epochs = Path(path), seed, shuffle, epochs
-        content = self.path.read_bytes()
-        records = read_jsonl(self.path, content=content)
+        self.source, self.seed, self.shuffle, self.epochs = str(source), seed, shuffle, epochs
         lines = {where: _prompt_of(where, record, tokenizer, max_prompt_tokens) for where, record in records}
         _require_distinct_ids(lines)
         reasons = unusable_golds([prompt.answer for prompt in lines.values()]) if check_golds else {}
@@ -109,10 +110,10 @@ class JsonlStream:
         self._prompts = [prompt for prompt in lines.values() if prompt.answer not in reasons]
         first = self.left_out[0].reason if self.left_out else ""
         expected = f"at least one that the grader can use; none of {len(lines)} is, the first because of {first}"
-        require(bool(self._prompts), f"answers of {self.path}", "all left out", expected)
+        require(bool(self._prompts), f"answers of {self.source}", "all left out", expected)
         # A cursor means the same prompts only if the same ones were kept.
         kept = "".join(f"\0{prompt.prompt_id}" for prompt in self._prompts).encode()
-        self._digest = hashlib.sha256(content + kept).hexdigest()[:16]
+        self._digest = hashlib.sha256(identity + kept).hexdigest()[:16]
         self._cursor, self._order = 0, []
 
     def __len__(self) -> int:
@@ -147,10 +148,21 @@ class JsonlStream:
     def load_state(self, state: dict) -> None:
         """Continue where `state` was taken. Raises ValueError if the file's content or the seed is another."""
         given, own = (state["file"], state["seed"]), (self._digest, self.seed)
-        require(given == own, "state of (file, seed)", given, f"that of {self.path}, {own}")
+        require(given == own, "state of (file, seed)", given, f"that of {self.source}, {own}")
         require(state["cursor"] >= 0, "cursor", state["cursor"], "an integer >= 0")
         self._cursor = state["cursor"]
         self._order = self._order_of(self._cursor // len(self._prompts))
+
+
+class JsonlStream(TaskStream):
+    """The tasks of a .jsonl file, one object a line; options and errors are `TaskStream`'s.
+
+    Raises InputError also for a file that is not UTF-8, or without a line.
+    """
+
+    def __init__(self, path: str | Path, tokenizer: PreTrainedTokenizerBase, **options):
+        content = Path(path).read_bytes()
+        super().__init__(path, read_jsonl(path, content=content), content, tokenizer, **options)
 
 
 def _prompt_of(where: str, record: dict, tokenizer: PreTrainedTokenizerBase, max_prompt_tokens: int) -> Prompt:
