@@ -27,6 +27,8 @@ _NOTATION = [
         (r"([A-Za-z])\s*(?:'|\^\s*\{?\s*\\prime\s*\}?)", r"\1_{prime}"),
         (r"\\(text|mathrm|mbox)\s+\{", r"\\\1{"),
         (r"\\(?:text|mathrm)\{([A-Z]{2,})\}", r"\1"),
+        (r"\\gamma(?![a-zA-Z])", "g_{gamma}"),  # a Lorentz factor, not Euler's constant or a function
+        (r"\\operatorname\s*\{a(?:rc)?(sin|cos|tan)\}", r"\\arc\1"),
         (r"(?<![A-Za-z\\])E(?=_)", r"\\Xi "),  # E_1 is an energy, not Euler's number
         (r"\bnp\.(?=[a-z])", r"\\"),
         (rf"(?<![A-Za-z0-9_{{\\.])({_DECIMAL})[eE]([+-]?\d+)(?![\w.])", r"\1 \\times 10^{\2}"),

@@ -49,6 +49,11 @@ def box_reading(box: str, gold: str) -> bool:
     return _any_equal(parse_gold(gold), parse_gold(box))
 
 
+def parses(gold: str) -> bool:
+    """Whether Math-Verify reads `gold` as mathematics; if not, it can only ever match by its exact spelling."""
+    return any(isinstance(parsed, Basic | MatrixBase) for parsed in parse_gold(gold))
+
+
 def check_gold(gold: str) -> None:
     """Raise `ValueError` unless Math-Verify reads `gold` as mathematics that equals itself.
 
@@ -56,7 +61,7 @@ def check_gold(gold: str) -> None:
     """
     if not isinstance(gold, str) or not gold.strip():
         raise ValueError(f"gold={gold!r}: expected a non-empty string")
-    if not any(isinstance(g, Basic | MatrixBase) for g in parse_gold(gold)):
+    if not parses(gold):
         raise ValueError(f"gold={gold!r}: expected an answer that Math-Verify can parse inside \\boxed{{}}")
     if not box_reading(gold, gold):
         raise ValueError(f"gold={gold!r}: expected an answer that equals itself; Math-Verify says it does not")

@@ -8,7 +8,7 @@ from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, veri
 from kv4rl.rewards import Grader
 from kv4rl.rewards.boxes import last_box
 from kv4rl.rewards.cases import CASES
-from kv4rl.rewards.readings import box_reading, verl_reading
+from kv4rl.rewards.readings import verl_reading
 
 
 @pytest.fixture(scope="module")
