@@ -25,6 +25,16 @@ def _may_inspect(tensor: torch.Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
+class _Trusting:
+    """Index tensors whose values are looked at once, or not at all."""
+
+    _trusted = False
+
+    def trust(self) -> None:
+        """Leave the values unchecked from now on: they come from the scheduler, and a look would stall the device."""
+        self._trusted = True
+
+
 def side_entries(positions: torch.Tensor, first_recent: torch.Tensor | int, kv: KVConfig) -> torch.Tensor:
     """Side-buffer entries of `positions` int64 [N], -1 where none is kept (`attention.regions.side_entry`, batched).
 
@@ -39,7 +49,7 @@ def side_entries(positions: torch.Tensor, first_recent: torch.Tensor | int, kv: 
 
 
 @dataclass
-class TokenSlots:
+class TokenSlots(_Trusting):
     """Where N new tokens go. All fields int64 [N]; values are checked once, against the first cache that uses them.
 
     A row with page_id -1 writes nothing. No two rows may name the same place.
@@ -100,7 +110,7 @@ class TokenSlots:
             return
         for name in ("page_ids", "offsets", "positions", "slots", "side_entries"):
             _require_int64(name, getattr(self, name), (num_tokens,))
-        if _may_inspect(self.page_ids):
+        if not self._trusted and _may_inspect(self.page_ids):
             _require_range("page_ids", self.page_ids, -1, num_pages)
             _require_range("offsets", self.offsets, 0, PAGE_TOKENS)
             _require_range("side_entries", self.side_entries, -1, num_entries)
@@ -109,7 +119,7 @@ class TokenSlots:
 
 
 @dataclass
-class DecodeBatch:
+class DecodeBatch(_Trusting):
     """B requests of one query token each; values are checked once, against the first cache that uses them."""
 
     page_table: torch.Tensor  # int64 [B, max_pages], padded with -1
@@ -127,7 +137,7 @@ class DecodeBatch:
         _require_int64("page_table", self.page_table, (num_requests, max_pages))
         _require_int64("context_tokens", self.context_tokens, (num_requests,))
         _require_int64("slots", self.slots, (num_requests,))
-        if _may_inspect(self.page_table):
+        if not self._trusted and _may_inspect(self.page_table):
             _require_range("context_tokens", self.context_tokens, 0, max_pages * PAGE_TOKENS + 1)
             first_position = torch.arange(max_pages, device=self.page_table.device) * PAGE_TOKENS
             used = first_position < self.context_tokens[:, None]

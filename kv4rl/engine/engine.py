@@ -11,7 +11,10 @@ from kv4rl.cache.kv_cache import KVCache
 from kv4rl.config import KVConfig, RolloutConfig, require, require_integer, require_protected_fits
 from kv4rl.engine.base import BatchingEngine
 from kv4rl.engine.clock import DeviceClock
+from kv4rl.engine.decode_step import DecodeStep, default_buckets
 from kv4rl.engine.draw import NEVER, DrawKeys, ForcedEnd, draw
+from kv4rl.engine.graphs import StepGraphs, capturable
+from kv4rl.engine.memory import max_pages
 from kv4rl.engine.noise import noise_key
 from kv4rl.engine.request import Request, token_ids
 from kv4rl.engine.sampler import Sampling
@@ -52,6 +55,8 @@ class RolloutEngine(BatchingEngine):
     engine for itself.
     `forced_lengths(request)`, if given, is where each response ends, its end-of-sequence token included (at least 1):
     the cap still cuts, and nothing else ends it (`rollout/forced.py`).
+    `buckets` pads the rows of decode steps; None: `default_buckets` where steps are captured as CUDA graphs, that is
+    with the CUDA kernels unless `graphs` is False, and no padding elsewhere.
     """
 
     def __init__(
@@ -63,6 +68,8 @@ class RolloutEngine(BatchingEngine):
         eos_token_ids: Sequence[int],
         backend: str = "auto",
         forced_lengths: Callable[[Request], int] | None = None,
+        buckets: Sequence[int] | None = None,
+        graphs: bool = True,
     ):
         _require_kinds(decoder, kv, rollout)
         vocabulary = decoder.config.vocab_size
@@ -92,8 +99,20 @@ class RolloutEngine(BatchingEngine):
             require(len(self.eos_token_ids) > 0, "eos_token_ids", (), "a token to end responses of forced length with")
             columns = torch.tensor(self.eos_token_ids, device=decoder.device)
             self._forced = ForcedEnd(self.eos_token_ids[0], columns)
+        graphs = graphs and capturable(self.cache)
+        if graphs and buckets is None:
+            buckets = default_buckets(slots)
+        pages = max_pages(decoder, rollout)
+        self._decode = DecodeStep(decoder, self.cache, max_pages=pages, buckets=buckets, forced=self._forced)
+        self._graphs = StepGraphs(self._decode) if graphs else None
         self._clock = DeviceClock(decoder.device)
         self._weights_whole = True
+
+    @torch.inference_mode()
+    def capture(self) -> None:
+        """Capture the graphs of every batch bucket now, rather than in the step that first needs one."""
+        if self._graphs is not None:
+            self._graphs.capture_all(self._sampling)
 
     def add(self, request: Request) -> None:
         """Queue a request, new or carried.
@@ -189,21 +208,29 @@ class RolloutEngine(BatchingEngine):
         if not self._weights_whole:
             raise RuntimeError("the last update_weights stopped half-way: update again before the next step")
         self._clock.start()
+        table = self.scheduler.table
+        if plan.kind == "decode" and self._decode.fits(table, plan.slots):
+            size = self._decode.load(table, plan.slots, self._noise, self._ends)
+            drawn = (self._graphs or self._decode).run(size, self._sampling)
+        else:
+            drawn = self._run_with_prefill(plan)
+        self._clock.stop()
+        tokens, logp = drawn[:, : len(plan.sampled)].cpu().numpy()  # the one wait of the step
+        self._device_ms = self._clock.elapsed_ms()
+        return tokens.astype(np.int64).tolist(), self._finite(plan, logp.tolist())
+
+    def _run_with_prefill(self, plan: StepPlan) -> torch.Tensor:
+        """A step with prefill chunks, or with requests longer than the static buffers; as `DecodeStep.run`."""
         batch = StepBatch(plan, self.scheduler.table, self.cache, self.decoder.device)
         hidden = self.decoder(batch.input_ids, batch.positions, batch.attend)
         if not plan.sampled:
-            return [], []
+            return torch.empty(2, 0)
         for entry in plan.sampled[len(plan.decode) :]:
             self._enter(entry)
         slots = [entry.slot for entry in plan.sampled]
         noise, ends = (torch.from_numpy(array[slots]).to(hidden.device) for array in (self._noise, self._ends))
         keys = DrawKeys(noise, batch.sampled_positions, ends)
-        logits = self.decoder.logits(hidden[batch.sampled_rows])
-        drawn = draw(logits, keys, self._sampling, forced=self._forced)
-        self._clock.stop()
-        tokens, logp = drawn.cpu().numpy()  # the one wait of the step
-        self._device_ms = self._clock.elapsed_ms()
-        return tokens.astype(np.int64).tolist(), self._finite(plan, logp.tolist())
+        return draw(self.decoder.logits(hidden[batch.sampled_rows]), keys, self._sampling, forced=self._forced)
 
     def _enter(self, entry: Entry) -> None:
         """Note what the tokens of a request depend on, when its first one in this slot is sampled."""

@@ -10,7 +10,8 @@ class PageTable:
 
     `ids` int64 [slots, width], -1 where no page is held; `held`, `context`, `last_token` int64 [slots]. `context`
     counts every known token of a decoding request, the one that the next step writes included. The width follows
-    the longest request seen, so that a large pool with short requests stays cheap.
+    the longest request seen, so that a large pool with short requests stays cheap. `drain` tells which pages were
+    handed out since it was last asked: what a copy on a device has to follow.
     """
 
     def __init__(self, num_slots: int):
@@ -18,17 +19,23 @@ class PageTable:
         self.held = np.zeros(num_slots, dtype=np.int64)
         self.context = np.zeros(num_slots, dtype=np.int64)
         self.last_token = np.zeros(num_slots, dtype=np.int64)
+        self._given: list[tuple[np.ndarray, np.ndarray]] | None = None  # places, recorded from the first drain on
 
     def set(self, slot: int, pages: list[int]) -> None:
         """Give an empty slot its first pages."""
         self._widen(len(pages))
         self.ids[slot, : len(pages)] = pages
         self.held[slot] = len(pages)
+        if self._given is not None:
+            columns = np.arange(len(pages))
+            self._given.append((np.full_like(columns, slot), columns))
 
     def append(self, slots: np.ndarray, pages: list[int]) -> None:
         """Add one page to each of `slots` (distinct)."""
         self._widen(int(self.held[slots].max()) + 1)
         self.ids[slots, self.held[slots]] = pages
+        if self._given is not None:
+            self._given.append((slots, self.held[slots]))
         self.held[slots] += 1
 
     def clear(self, slot: int) -> list[int]:
@@ -37,6 +44,20 @@ class PageTable:
         self.ids[slot] = -1
         self.held[slot] = self.context[slot] = self.last_token[slot] = 0
         return pages
+
+    def drain(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """(slots, columns, page ids), int64 [n] each, of every place written since the last call, as it is now.
+
+        The first call returns all that is held.
+        """
+        given, self._given = self._given, []
+        if given is None:
+            slots, columns = np.nonzero(np.arange(self.ids.shape[1]) < self.held[:, None])
+            return slots, columns, self.ids[slots, columns]
+        width = self.ids.shape[1]
+        places = [slots * width + columns for slots, columns in given]
+        place = np.unique(np.concatenate(places)) if places else np.empty(0, dtype=np.int64)
+        return place // width, place % width, self.ids.reshape(-1)[place]
 
     def short_of_page(self, slots: np.ndarray) -> np.ndarray:
         """Those of `slots` whose context has outgrown their pages (by one token)."""

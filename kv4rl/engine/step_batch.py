@@ -30,6 +30,9 @@ class StepBatch:
         arrays = (table.rows(plan.slots), context, plan.slots)
         self._decode = DecodeBatch(*(torch.from_numpy(array).to(device) for array in arrays))
         self._where = _token_slots(plan, table, self._decode, cache.kv, device)
+        if device.type == "cuda":  # the scheduler's own values: looking at them would make the host wait
+            self._decode.trust()
+            self._where.trust()
         self._spans = _prefill_spans(plan.chunks, self._decode_rows, cache.shape, device)
         ids, positions, sampled, targets = [table.last_token[plan.slots]], [context - 1], [*range(len(context))], []
         row = len(context)

@@ -50,9 +50,9 @@ def make_decoder(hf):
 
 @pytest.fixture
 def make_engine(make_decoder):
-    """An engine on the small model; keyword arguments go to `RolloutConfig`."""
+    """An engine on the small model; further keyword arguments go to `RolloutConfig`."""
 
-    def make(precision="bf16", *, decoder=None, eos=EOS, kv=None, **changes) -> RolloutEngine:
+    def make(precision="bf16", *, decoder=None, eos=EOS, kv=None, buckets=None, **changes) -> RolloutEngine:
         sizes = {
             "max_active_requests": 8,
             "step_tokens": 64,
@@ -62,7 +62,8 @@ def make_engine(make_decoder):
             "max_response_tokens": 40,
         }
         kv = kv or KVConfig(precision, sink_tokens=4, recent_tokens=8)
-        return RolloutEngine(decoder or make_decoder(), kv, RolloutConfig(**sizes | changes), eos_token_ids=eos)
+        limits = RolloutConfig(**sizes | changes)
+        return RolloutEngine(decoder or make_decoder(), kv, limits, eos_token_ids=eos, buckets=buckets)
 
     return make
 

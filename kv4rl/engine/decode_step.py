@@ -1,0 +1,135 @@
+"""The pure decode step over memory that never moves: what a CUDA graph captures, and what a CPU runs as it is.
+
+Everything a step depends on lies in tensors made once: token ids, contexts, slots, sampling keys, page tables,
+results. `load` writes them (one host-to-device copy, and the pages handed out since the last step), `run` only
+launches. A batch is padded to a bucket with rows of context 0, which write nothing and attend to nothing; so a few
+graphs serve every batch (§A.2 "Multiple CUDA graphs cover different decode batch sizes").
+"""
+
+from bisect import bisect_left
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Protocol, runtime_checkable
+
+import numpy as np
+import torch
+
+from kv4rl.cache.batch import DecodeBatch, TokenSlots
+from kv4rl.cache.kv_cache import KVCache
+from kv4rl.config import require
+from kv4rl.engine.draw import NEVER, DrawKeys, ForcedEnd, draw
+from kv4rl.engine.page_table import PageTable
+from kv4rl.engine.sampler import Sampling
+from kv4rl.model.decoder import Decoder
+
+PADDING = np.array([[0], [0], [0], [0], [NEVER]])  # token, context, slot, noise key, end of a row that is no request
+
+
+@runtime_checkable
+class PlannedOnHost(Protocol):
+    """A cache backend that divides its work on the host, before the step's launches (FlashInfer does)."""
+
+    def prepare(self, cache: KVCache, contexts: np.ndarray, page_ids: np.ndarray) -> None:
+        """contexts int64 [rows], 0 for padding; page_ids int64 [rows, width], -1 padded."""
+
+
+@dataclass(frozen=True)
+class StepSize:
+    """Shape of a step: padded rows, and columns of the page table."""
+
+    rows: int
+    pages: int
+
+
+def default_buckets(most: int) -> list[int]:
+    """Batch sizes up to `most`: powers of two to 8, then steps of 8 rows or at most an eighth: padding stays small."""
+    sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, most, 32)]
+    return [size for size in sizes if size < most] + [most]
+
+
+class DecodeStep:
+    """The decode step of one decoder (or shard) and cache, for at most `cache.num_slots` rows.
+
+    `buckets`: row counts that batches are padded to, ascending; None pads nothing and reads only the pages in use,
+    which is what a CPU wants. `max_pages`: pages of the longest request it takes (`fits`).
+    """
+
+    def __init__(
+        self,
+        decoder: Decoder,
+        cache: KVCache,
+        *,
+        max_pages: int,
+        buckets: Sequence[int] | None = None,
+        forced: ForcedEnd | None = None,
+    ):
+        slots, device = cache.num_slots, cache.device
+        self.decoder, self.cache, self.forced, self.max_pages = decoder, cache, forced, max_pages
+        self.buckets = None if buckets is None else sorted(buckets)
+        if self.buckets is not None:
+            fits = self.buckets and self.buckets[0] >= 1 and self.buckets[-1] == slots
+            require(fits, "buckets", self.buckets, f"row counts >= 1, the last of them max_active_requests={slots}")
+        on_host = device.type == "cpu"
+        self._host = torch.zeros(len(PADDING), slots, dtype=torch.int64, pin_memory=not on_host)
+        self._vectors = self._host if on_host else self._host.to(device)
+        self._slot_pages = torch.full((slots, max_pages), -1, dtype=torch.int64, device=device)
+        self._page_table = torch.full((slots, max_pages), -1, dtype=torch.int64, device=device)
+        self._results = torch.zeros(2, slots, dtype=torch.float64, device=device)
+
+    def fits(self, table: PageTable, slots: np.ndarray) -> bool:
+        """Whether no request of the step holds more than `max_pages` pages."""
+        return int(table.held[slots].max(initial=0)) <= self.max_pages
+
+    def load(self, table: PageTable, slots: np.ndarray, noise: np.ndarray, ends: np.ndarray) -> StepSize:
+        """Bring the buffers up to date for the decode rows `slots` int64 [B]; `noise`, `ends` int64 by slot."""
+        rows, pages = len(slots), int(table.held[slots].max(initial=1))
+        if self.buckets is not None:
+            rows, pages = self.buckets[bisect_left(self.buckets, rows)], self.max_pages
+        host = self._host.numpy()
+        host[:, :rows] = PADDING
+        context = table.context[slots]
+        host[:, : len(slots)] = (table.last_token[slots], context, slots, noise[slots], ends[slots])
+        if self._vectors is not self._host:
+            self._vectors.copy_(self._host, non_blocking=True)
+        self._load_pages(table)
+        if isinstance(self.cache.backend, PlannedOnHost):
+            self.cache.backend.prepare(self.cache, host[1, :rows].copy(), table.ids[host[2, :rows]])
+        return StepSize(rows, pages)
+
+    def load_padding(self, rows: int) -> StepSize:
+        """Fill the buffers with `rows` rows that are no requests."""
+        self._host.numpy()[:, :rows] = PADDING
+        if self._vectors is not self._host:
+            self._vectors.copy_(self._host)
+        if isinstance(self.cache.backend, PlannedOnHost):
+            empty = np.zeros(rows, dtype=np.int64)
+            self.cache.backend.prepare(self.cache, empty, empty[:, None] - 1)
+        return StepSize(rows, self.max_pages)
+
+    def run(self, size: StepSize, sampling: Sampling) -> torch.Tensor:
+        """Launch the step; tokens and log-probabilities as float64 [2, rows], in memory that the next step reuses."""
+        ids, context, slots, noise, ends = self._vectors[:, : size.rows]
+        table = self._page_table[: size.rows, : size.pages]
+        table.copy_(self._slot_pages[:, : size.pages].index_select(0, slots))
+        batch = DecodeBatch(table, context, slots)
+        where = TokenSlots.for_decode(batch, self.cache.kv)
+        if context.is_cuda:  # the scheduler's own values: looking at them would make the host wait
+            batch.trust()
+            where.trust()
+
+        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+            self.cache.write(layer, k, v, where)
+            return self.cache.decode(layer, q, batch)
+
+        logits = self.decoder.logits(self.decoder(ids, where.positions, attend))
+        results = self._results[:, : size.rows]
+        results.copy_(draw(logits, DrawKeys(noise, context, ends), sampling, forced=self.forced))
+        return results
+
+    def _load_pages(self, table: PageTable) -> None:
+        """Write the pages that slots were given since the last call; what a slot held before needs no clearing."""
+        slots, columns, pages = table.drain()
+        keep = columns < self.max_pages
+        changes = torch.from_numpy(np.stack((slots, columns, pages))[:, keep]).to(self.cache.device)
+        if changes.shape[1]:
+            self._slot_pages[changes[0], changes[1]] = changes[2]
