@@ -24,7 +24,8 @@ from kv4rl.presets import parse_config
 from kv4rl.results import RESULTS, hardware, latest, read_rows, result_row, write_rows
 from kv4rl.rewards.grader import Grader
 from kv4rl.tasks.stream import MiniStream, take
-from kv4rl.train import evaluation_sampling, train
+from kv4rl.train import train
+from kv4rl.trainer import evaluation_sampling
 
 FIRST, LAST = 3, 5
 FILE = "train.csv"

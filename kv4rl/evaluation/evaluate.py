@@ -38,6 +38,14 @@ class EvaluationResult:
     response_tokens: np.ndarray  # int64, end-of-sequence token included
     grading_failures: int  # timeouts and worker deaths, all scored 0
 
+    @classmethod
+    def join(cls, parts: Sequence["EvaluationResult"]) -> "EvaluationResult":
+        """The questions of all parts, which share k. Raises ValueError without a part."""
+        require(len(parts) > 0, "parts", len(parts), "at least one result")
+        arrays = ("verl", "last_box", "has_box", "truncated", "response_tokens")
+        joined = {name: np.concatenate([getattr(part, name) for part in parts]) for name in arrays}
+        return cls(**joined, grading_failures=sum(part.grading_failures for part in parts))
+
     def correct(self, reading: str = "verl") -> np.ndarray:
         """Scores [questions, k] under `reading`."""
         require(reading in ("verl", "last_box"), "reading", reading, "verl or last_box")

@@ -57,6 +57,12 @@ def collection_metrics(stats: CollectionStats, trace: Mapping[str, np.ndarray], 
     return metrics
 
 
+def mean_over_ranks(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """One rank's collection metrics, averaged over the ranks that have them."""
+    names = dict.fromkeys(name for each in metrics for name in each)
+    return {name: float(np.mean([each[name] for each in metrics if name in each])) for name in names}
+
+
 def _staleness(groups: Sequence[PromptGroup], version: int) -> dict[str, float | list]:
     versions = [request.versions for group in groups for request in group.requests if request.versions]
     ages = version - np.concatenate([np.asarray(v, dtype=np.int64) for v in versions])

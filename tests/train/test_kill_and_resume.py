@@ -1,5 +1,6 @@
 """SIGKILL at random moments of a whole run in its own process; then it must end as if nothing had happened."""
 
+import os
 import random
 import signal
 import subprocess
@@ -39,14 +40,42 @@ kv4rl.train.main(sys.argv[1:])
 """
 
 
-def command(model: str, output_dir: Path) -> list[str]:
-    flags = {
-        "--preset": "smoke", "--model": model, "--output_dir": output_dir, "--updates": 12, "--device": "cpu",
-        "--rollout.max_response_tokens": 40, "--rollout.age_limit": 2, "--rollout.cache_pages": 48,
-        "--rollout.max_active_requests": 12, "--evaluate_prompts": 2, "--checkpoint_every": 2,
-        "--grpo.learning_rate": 1e-3, "--kv.sink_tokens": 2, "--kv.recent_tokens": 4,
-    }  # fmt: skip
-    return [sys.executable, "-c", DRIVER, *(str(part) for flag in flags.items() for part in flag)]
+FLAGS = {
+    "--preset": "smoke", "--device": "cpu", "--rollout.max_response_tokens": 40, "--rollout.age_limit": 2,
+    "--rollout.cache_pages": 48, "--rollout.max_active_requests": 12, "--evaluate_prompts": 2, "--checkpoint_every": 2,
+    "--grpo.learning_rate": 1e-3, "--kv.sink_tokens": 2, "--kv.recent_tokens": 4,
+}  # fmt: skip
+QUIET = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
+
+
+def flags(model: str, output_dir: Path, updates: int) -> list[str]:
+    given = FLAGS | {"--model": model, "--output_dir": output_dir, "--updates": updates}
+    return [str(part) for flag in given.items() for part in flag]
+
+
+def command(model: str, output_dir: Path, updates: int = 12) -> list[str]:
+    return [sys.executable, "-c", DRIVER, *flags(model, output_dir, updates)]
+
+
+def command_of_two(model: str, output_dir: Path, updates: int = 6) -> list[str]:
+    """The same under torchrun, which wants a file."""
+    driver = output_dir.parent / "driver.py"
+    driver.write_text(DRIVER)
+    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(driver)]
+    return torchrun + flags(model, output_dir, updates)
+
+
+def run_to_end(words: list[str]) -> None:
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+
+
+@pytest.fixture(scope="module")
+def whole(tiny_model, tmp_path_factory) -> Path:
+    """A run that nothing disturbed."""
+    directory = tmp_path_factory.mktemp("whole")
+    run_to_end(command(tiny_model, directory))
+    return directory
 
 
 def killed(process: subprocess.Popen, output_dir: Path, lines: int, delay_s: float) -> bool:
@@ -61,27 +90,88 @@ def killed(process: subprocess.Popen, output_dir: Path, lines: int, delay_s: flo
     return process.wait() == -signal.SIGKILL
 
 
-@pytest.mark.slow
-@pytest.mark.timeout(600)
-def test_a_run_killed_at_random_moments_ends_like_one_that_was_not(tiny_model, tmp_path):
-    """Bug rows 18 and 19: counters that restart, a cursor ahead of what was trained, lost in-flight prompts."""
-    rng = random.Random(7)
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    subprocess.run(command(tiny_model, whole), check=True, capture_output=True)
-    kills = 0
-    for _ in range(5):
-        process = subprocess.Popen(command(tiny_model, broken), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-        kills += killed(process, broken, lines=rng.randint(1, 4), delay_s=rng.uniform(0, 0.3))
-    subprocess.run(command(tiny_model, broken), check=True, capture_output=True)
-    assert kills >= 1
-    lines = [[without_wall_clock(line) for line in read_metrics(run)] for run in (whole, broken)]
-    assert lines[0] == lines[1]
-    first, second = (newest(run, tiny_model) for run in (whole, broken))
-    assert first.update == second.update == 12 and first.run == second.run
+def wait_for_lines(process: subprocess.Popen, output_dir: Path, count: int) -> None:
+    while len(read_metrics(output_dir)) < count:
+        assert process.poll() is None, "the run ended before it could be disturbed"
+        time.sleep(0.01)
+
+
+def rank_processes(torchrun: subprocess.Popen) -> list[int]:
+    """Process ids of the ranks that torchrun started, rank 0 first."""
+    children = Path(f"/proc/{torchrun.pid}/task/{torchrun.pid}/children").read_text().split()
+    environment = lambda pid: Path(f"/proc/{pid}/environ").read_bytes().decode().split("\0")
+    ranks = {word: pid for pid in children for word in environment(pid) if word.startswith("RANK=")}
+    return [int(ranks[name]) for name in sorted(ranks)]
+
+
+def newest(run: Path, model: str, updates: int = 12):
+    config = parse_config(flags(model, run, updates))
+    return load_checkpoint(list_checkpoints(run / "checkpoints")[-1], config)
+
+
+def assert_equal_runs(one: Path, other: Path, model: str, updates: int = 12) -> None:
+    """Every figure that does not depend on the clock, and all that the last checkpoint holds."""
+    lines = [[without_wall_clock(line) for line in read_metrics(run)] for run in (one, other)]
+    assert len(lines[0]) == updates + 1 and lines[0] == lines[1]
+    first, second = (newest(run, model, updates) for run in (one, other))
+    assert first.update == second.update == updates and first.run == second.run
     for name, tensor in first.weights.items():
         assert torch.equal(tensor, second.weights[name]), name
 
 
-def newest(run: Path, model: str):
-    config = parse_config(command(model, run)[3:])
-    return load_checkpoint(list_checkpoints(run / "checkpoints")[-1], config)
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_run_killed_at_random_moments_ends_like_one_that_was_not(whole, tiny_model, tmp_path):
+    """Bug rows 18 and 19: counters that restart, a cursor ahead of what was trained, lost in-flight prompts."""
+    rng, kills = random.Random(7), 0
+    for _ in range(5):
+        process = subprocess.Popen(command(tiny_model, tmp_path), **QUIET)
+        kills += killed(process, tmp_path, lines=rng.randint(1, 4), delay_s=rng.uniform(0, 0.3))
+    run_to_end(command(tiny_model, tmp_path))
+    assert kills >= 1
+    assert_equal_runs(whole, tmp_path, tiny_model)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_sigterm_saves_after_the_iteration_and_the_same_command_goes_on(whole, tiny_model, tmp_path):
+    process = subprocess.Popen(command(tiny_model, tmp_path), **QUIET)
+    wait_for_lines(process, tmp_path, 4)
+    process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 0
+    done = read_metrics(tmp_path)[-1]["update"]
+    assert done < 12 and newest(tmp_path, tiny_model).update == done
+    run_to_end(command(tiny_model, tmp_path))
+    assert_equal_runs(whole, tmp_path, tiny_model)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("rank", [0, 1])
+def test_two_ranks_end_alike_though_one_of_them_was_killed(two_ranks, tiny_model, tmp_path, rank):
+    """Whichever rank dies, all end; the same command continues with every rank's unfinished responses."""
+    broken = tmp_path / "run"
+    process = subprocess.Popen(command_of_two(tiny_model, broken), **QUIET)
+    wait_for_lines(process, broken, 4 - rank)
+    os.kill(rank_processes(process)[rank], signal.SIGKILL)
+    assert process.wait(120) != 0
+    run_to_end(command_of_two(tiny_model, broken))
+    assert_equal_runs(two_ranks, broken, tiny_model, 6)
+
+
+@pytest.fixture(scope="module")
+def two_ranks(tiny_model, tmp_path_factory) -> Path:
+    """An undisturbed run of two ranks."""
+    directory = tmp_path_factory.mktemp("ranks") / "run"
+    run_to_end(command_of_two(tiny_model, directory))
+    return directory
+
+
+def test_two_ranks_hold_prompts_of_their_own_and_one_rank_cannot_take_them_over(two_ranks, tiny_model):
+    first, second = (
+        {group["prompt"]["prompt_id"] for group in collector["groups"]}
+        for collector in newest(two_ranks, tiny_model, 6).run["collectors"]
+    )
+    assert first and second and not first & second
+    done = subprocess.run(command(tiny_model, two_ranks, 6), capture_output=True, text=True)
+    assert done.returncode == 2 and "ranks=1: expected 2" in done.stderr

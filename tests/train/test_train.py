@@ -172,7 +172,9 @@ def test_tasks_without_a_gradable_answer_are_counted_named_and_left_out(parity_g
     assert said[1].startswith("3 task lines are left out")
     assert [line.split(":")[1] for line in said[2:5]] == ["1", "6", "9"] and "gold='x='" in said[3]
     assert (result.output_dir / "left_out.txt").read_text().count("\n") == 3
-    held = load_checkpoint(list_checkpoints(f"{config.output_dir}/checkpoints")[-1], config).run["collector"]["groups"]
+    held = load_checkpoint(list_checkpoints(f"{config.output_dir}/checkpoints")[-1], config).run["collectors"][0][
+        "groups"
+    ]
     assert held and not [group for group in held if "bad" in group["prompt"]["prompt_id"]]
 
 

@@ -1,0 +1,225 @@
+"""One iteration of §3 and what it takes: collect, learn, sync; evaluate, save, resume."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from transformers import GenerationConfig
+
+from kv4rl.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, save_checkpoint, settings
+from kv4rl.config import KVConfig, RolloutConfig, TrainConfig, require
+from kv4rl.device import choose_device
+from kv4rl.engine.engine import RolloutEngine
+from kv4rl.engine.request import Request
+from kv4rl.engine.sampler import Sampling
+from kv4rl.evaluation.evaluate import EvaluationResult, evaluate
+from kv4rl.grpo.batch_metrics import collection_metrics, mean_over_ranks, response_metrics
+from kv4rl.grpo.learner import GRPOLearner
+from kv4rl.grpo.masters import cast_copy, compute_dtype
+from kv4rl.grpo.weight_sync import checksum, sync
+from kv4rl.metrics import Timers
+from kv4rl.model.weights import eos_token_ids, load_decoder, load_tokenizer, save_decoder
+from kv4rl.ranks import Ranks
+from kv4rl.rewards.grader import Grader
+from kv4rl.rollout.group import Prompt, PromptGroup, PromptStream
+from kv4rl.rollout.partial import PartialCollector
+from kv4rl.rollout.share import SharedStream
+from kv4rl.rollout.sync import SyncCollector
+from kv4rl.rollout.trace import Trace
+from kv4rl.tasks.stream import JsonlStream, LeftOut, MiniStream, take
+
+
+class Scoring:
+    """The collector's grading hook: hands responses to the workers while others decode, and files the verdicts."""
+
+    def __init__(self, grader: Grader, tokenizer, reading: str):
+        self._grader, self._tokenizer, self._reading = grader, tokenizer, reading
+        self._waiting: dict[tuple[int, int], PromptGroup] = {}
+
+    def __call__(self, group: PromptGroup, request: Request) -> None:
+        key = (group.order, request.sibling)
+        self._waiting[key] = group
+        self._grader.submit(key, self._tokenizer.decode(request.tokens, skip_special_tokens=True), group.prompt.answer)
+
+    def finish(self) -> None:
+        """Wait for every verdict and write it, with its score, into its group."""
+        for (order, sibling), verdict in self._grader.results(wait=True).items():
+            group = self._waiting.pop((order, sibling))
+            group.scores[sibling] = verdict.score(self._reading)
+            group.verdicts[sibling] = verdict
+
+
+class Trainer:
+    """Everything one rank of a run holds; `train` drives it. ValueError for whatever does not fit together.
+
+    Every rank is a rollout replica with its share of the prompts and of the quota, and holds a shard of the learner;
+    `iterate`, `evaluate` and `save` are collectives.
+    """
+
+    def __init__(self, config: TrainConfig, grader: Grader, ranks: Ranks | None = None):
+        group = config.rollout.responses_per_group
+        require(group >= 2, "rollout.responses_per_group", group, "at least 2 responses to normalise rewards over")
+        self.config = config
+        self.ranks = ranks or Ranks(choose_device(config.device))
+        self.device = self.ranks.device
+        rollout = _share_of_quota(config.rollout, self.ranks.size)
+        self.checkpoints = Path(config.output_dir) / "checkpoints"
+        self.update = 0  # updates made so far: equals the engine's policy_version
+        self.tokenizer = load_tokenizer(config.model)
+        decoder = load_decoder(config.model, dtype=torch.float32, device=self.device)
+        self._model_checksum = _checksum(decoder)
+        self.grader = grader
+        self.scoring = Scoring(grader, self.tokenizer, config.reading)
+        rollout_decoder = cast_copy(decoder, compute_dtype(config.grpo.compute_dtype, self.device))
+        decoder.recompute_layers = self.device.type == "cuda"  # "Gradient checkpointing: on", Table A1
+        self.learner = GRPOLearner(decoder, config.grpo, mesh=self.ranks.mesh)
+        stops = eos_token_ids(config.model)
+        self.engine = RolloutEngine(rollout_decoder, config.kv, rollout, eos_token_ids=stops)
+        prompts = _prompts(config, self.tokenizer)
+        self.left_out = list(prompts.left_out)
+        self.evaluation_prompts = _evaluation_prompts(config, self.tokenizer, self.left_out)
+        for prompt in (prompts.longest(), *self.evaluation_prompts):
+            cap = config.rollout.max_response_tokens
+            self.engine.check_fits(Request(prompt.prompt_id, 0, prompt.tokens, cap, stops))
+        make = PartialCollector if config.rollout.collector == "partial" else SyncCollector
+        if self.ranks.size > 1:
+            prompts = SharedStream(prompts, self.ranks.rank, self.ranks.size)
+        self.collector = make(self.engine, prompts, rollout, grade=self.scoring, eos_token_ids=stops)
+
+    def resume(self) -> bool:
+        """Continue from the newest checkpoint, if there is one. ValueError if it belongs to another run."""
+        saved = list_checkpoints(self.checkpoints)
+        if not saved:
+            return False
+        checkpoint = load_checkpoint(saved[-1], self.config)
+        require(
+            checkpoint.run["model_checksum"] == self._model_checksum, "model", self.config.model,
+            f"the weights with which {saved[-1]} was started: the reference policy is made of them",
+        )  # fmt: skip
+        collectors = checkpoint.run["collectors"]
+        require(
+            len(collectors) == self.ranks.size, "ranks", self.ranks.size,
+            f"{len(collectors)}, which made {saved[-1]}: each holds unfinished responses of its own",
+        )  # fmt: skip
+        self.update = checkpoint.update
+        learner = {"weights": checkpoint.weights, "optimizer": checkpoint.optimizer, "updates": self.update}
+        self.learner.load_state(learner)
+        self.collector.load_state(collectors[self.ranks.rank])
+        sync(self.learner, self.engine, self.update)
+        return True
+
+    def iterate(self) -> dict[str, float | list]:
+        """One iteration: collect T groups under the current policy, update it, hand it to the engine."""
+        timers, trace = Timers(self.device), Trace()
+        self.collector.trace = trace
+        with timers("step"):
+            with timers("gen"):
+                collection = self.collector.collect()
+                with timers("reward"):
+                    self.scoring.finish()
+            groups = [group for share in self.ranks.gather(collection.groups) for group in share]
+            learnt = self.learner.update(groups, timers)
+            with timers("update_weights"):
+                sync(self.learner, self.engine, self.update + 1)
+        metrics = response_metrics(groups, self.update) | learnt
+        collected = collection_metrics(collection.stats, trace.columns(), self.config.rollout.cache_pages)
+        metrics |= mean_over_ranks(self.ranks.gather(collected))
+        metrics |= timers.metrics()
+        metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / timers.seconds["step"]
+        self.update += 1
+        self._write_trace(trace)
+        return metrics
+
+    def evaluate(self) -> dict[str, float]:
+        """avg@k and pass@k of the current policy on held-out prompts, through an unquantised cache (§B.2)."""
+        if not self.evaluation_prompts:
+            return {}
+        timers, config = Timers(self.device), self.config
+        with timers("testing"):
+            engine = RolloutEngine(
+                self.engine.decoder, KVConfig(precision="bf16"), config.rollout,
+                eos_token_ids=self.engine.eos_token_ids,
+            )  # fmt: skip
+            mine, given = self.ranks.share(self.evaluation_prompts), {"sampling": evaluation_sampling(config)}
+            given |= {"samples": config.evaluate_samples, "grader": self.grader}
+            result = evaluate(engine, self.tokenizer, mine, **given) if mine else None
+            results = [part for part in self.ranks.gather(result) if part is not None]
+        return EvaluationResult.join(results).metrics(config.reading) | timers.metrics()
+
+    def save(self) -> Path | None:
+        """Write a checkpoint of this moment: between two iterations, with nothing resident in the engine.
+
+        One for all ranks, by the first of them; the others return None.
+        """
+        learner, collectors = self.learner.state(), self.ranks.gather(self.collector.state())
+        if not self.ranks.leads:
+            return None
+        run = {"collectors": collectors, "model_checksum": self._model_checksum}
+        checkpoint = Checkpoint(self.update, settings(self.config), learner["weights"], learner["optimizer"], run)
+        return save_checkpoint(self.checkpoints, checkpoint, keep=self.config.keep_checkpoints)
+
+    def export(self) -> Path:
+        """The policy as a model directory, as the engine holds it after the last sync."""
+        directory = Path(self.config.output_dir) / "model"
+        if self.ranks.leads:
+            save_decoder(self.engine.decoder, directory, self.tokenizer)
+            GenerationConfig(eos_token_id=list(self.engine.eos_token_ids)).save_pretrained(directory)
+        return directory
+
+    def _write_trace(self, trace: Trace) -> None:
+        directory = Path(self.config.output_dir) / "trace"
+        directory.mkdir(parents=True, exist_ok=True)
+        rank = "" if self.ranks.leads else f"-rank{self.ranks.rank}"
+        trace.to_csv(directory / f"{self.update:06d}{rank}.csv")
+
+
+def _share_of_quota(rollout: RolloutConfig, ranks: int) -> RolloutConfig:
+    """What one of `ranks` replicas collects: T / ranks groups; slots and pages are per replica already (Table A1)."""
+    groups = rollout.groups_per_update
+    require(groups % ranks == 0, "rollout.groups_per_update", groups, f"a multiple of {ranks}, the number of ranks")
+    return replace(rollout, groups_per_update=groups // ranks)
+
+
+def _prompts(config: TrainConfig, tokenizer) -> PromptStream:
+    if config.tasks == "mini":
+        return MiniStream(config.seed, tokenizer=tokenizer)
+    require(Path(config.tasks).is_file(), "tasks", config.tasks, '"mini" or a .jsonl file that exists')
+    limit = config.rollout.max_prompt_tokens
+    return JsonlStream(config.tasks, tokenizer, max_prompt_tokens=limit, seed=config.seed, check_golds=True)
+
+
+def _evaluation_prompts(config: TrainConfig, tokenizer, left_out: list[LeftOut]) -> list[Prompt]:
+    """Held-out prompts: the mini task's own split, or the lines of `<tasks>.evaluation.jsonl`; none without it.
+
+    Lines whose gold answer cannot be graded are added to `left_out`.
+    """
+    if config.tasks == "mini":
+        stream = MiniStream(config.seed, split="evaluation", tokenizer=tokenizer)
+        return take(stream, config.evaluate_prompts)
+    if not evaluation_file(config).is_file():
+        return []
+    limit = config.rollout.max_prompt_tokens
+    stream = JsonlStream(
+        evaluation_file(config), tokenizer, max_prompt_tokens=limit, shuffle=False, epochs=1, check_golds=True
+    )
+    left_out += stream.left_out
+    return take(stream, min(config.evaluate_prompts, len(stream)))
+
+
+def evaluation_file(config: TrainConfig) -> Path:
+    return Path(config.tasks).with_suffix(".evaluation.jsonl")
+
+
+def evaluation_sampling(config: TrainConfig) -> Sampling:
+    """How a policy is judged; the same noise every time, so that policies compare in pairs."""
+    return Sampling(
+        temperature=config.evaluate_temperature,
+        top_p=config.evaluate_top_p,
+        seed=config.seed,
+        max_response_tokens=config.rollout.max_response_tokens,
+    )
+
+
+def _checksum(decoder: torch.nn.Module) -> str:
+    total = sum(checksum(parameter) for parameter in decoder.parameters())
+    return f"{total & (2**64 - 1):016x}"
