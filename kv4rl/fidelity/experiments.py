@@ -16,7 +16,9 @@ from pathlib import Path
 import numpy as np
 import torch
 
+from kv4rl.cli import one_sentence
 from kv4rl.config import require
+from kv4rl.device import choose_device
 from kv4rl.fidelity.control import repeat_in_new_process
 from kv4rl.fidelity.corpus import PROMPTS_FILE, History, mini_prompts, mixed_prompts, sample_histories
 from kv4rl.fidelity.divergence import sampler_kl
@@ -37,24 +39,35 @@ def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--prompts", type=int, default=CORPUS.prompts, help="responses, eight states each")
     parser.add_argument("--prompts-file", type=Path, default=PROMPTS_FILE, help="prompts of models that can chat")
     parser.add_argument("--seed", type=int, default=43, help="of the sampling noise, the controls and the bootstrap")
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--device", default="auto", help="auto, cpu, cuda or cuda:N")
     parser.add_argument("--no-control", action="store_true", help="skip the second process that must agree to the bit")
     parser.add_argument("--no-rows", action="store_true", help=f"do not write data/results/{FILE}")
     return parser.parse_args(words)
 
 
-def load_histories(given: argparse.Namespace, decoder: Decoder) -> list[History]:
-    """The shared prompts for this model, and one response to each."""
+Prompts = list[tuple[str, list[int]]]
+
+
+def set_up(given: argparse.Namespace) -> tuple[Decoder, Prompts, int]:
+    """(model, shared prompts, response cap) as the arguments say; ValueError for those that do not fit together."""
+    require(given.prompts >= 1, "prompts", given.prompts, "an integer >= 1")
+    device = choose_device(given.device)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    decoder = load_decoder(given.model, dtype=dtype, device=device).requires_grad_(False)
+    prompts, cap = load_prompts(given, decoder.config.max_positions)
+    longest, most = cap + max(len(tokens) for _, tokens in prompts), decoder.config.max_positions
+    require(longest <= most, "prompt and response tokens", longest, f"at most the model's {most} positions")
+    return decoder, prompts, cap
+
+
+def load_prompts(given: argparse.Namespace, positions: int) -> tuple[Prompts, int]:
+    """The shared prompts for this model, and the cap on a response to them."""
     tokenizer = load_tokenizer(given.model)
     if tokenizer.get_vocab() == build_tokenizer().get_vocab():
         prompts = mini_prompts(tokenizer, given.prompts, min_steps=CORPUS.min_steps)
-        cap = decoder.config.max_positions - max(len(tokens) for _, tokens in prompts)
-    else:
-        prompts = mixed_prompts(tokenizer, given.prompts, shots=CORPUS.shots, path=given.prompts_file)
-        cap = CORPUS.max_response_tokens
-    return sample_histories(
-        decoder, prompts, eos_token_ids=eos_token_ids(given.model), max_response_tokens=cap, seed=given.seed
-    )
+        return prompts, positions - max(len(tokens) for _, tokens in prompts)
+    prompts = mixed_prompts(tokenizer, given.prompts, shots=CORPUS.shots, path=given.prompts_file)
+    return prompts, CORPUS.max_response_tokens
 
 
 def bytes_per_position(arm: Arm, decoder: Decoder, histories: Sequence[History]) -> float:
@@ -133,7 +146,9 @@ def run_panel(rows: Rows, arms: Sequence[Arm], say: Callable[[str], None], save:
 def main(words: Sequence[str] | None = None) -> list[dict]:
     """Run the command; returns the rows."""
     given = parse_arguments(words)
-    require(given.prompts >= 1, "prompts", given.prompts, "an integer >= 1")
+    with one_sentence("kv4rl.fidelity.experiments"):
+        decoder, prompts, cap = set_up(given)
+        stops = eos_token_ids(given.model)
     start = time.perf_counter()
 
     def say(what: str) -> None:
@@ -143,10 +158,8 @@ def main(words: Sequence[str] | None = None) -> list[dict]:
         if not given.no_rows:
             write_rows(FILE, rows)
 
-    dtype = torch.bfloat16 if given.device.startswith("cuda") else torch.float32
-    decoder = load_decoder(given.model, dtype=dtype, device=given.device).requires_grad_(False)
     say("sampling one unquantised response per prompt")
-    histories = load_histories(given, decoder)
+    histories = sample_histories(decoder, prompts, eos_token_ids=stops, max_response_tokens=cap, seed=given.seed)
     contexts = sorted(len(h.prompt) + len(h.response) for h in histories)
     say(f"{len(histories)} responses; contexts end at {contexts[0]} … {contexts[-1]} tokens")
     chosen = {name: panel(name) for name in (PANELS if "all" in given.panels else given.panels)}

@@ -1,4 +1,4 @@
-"""Fidelity figures: sampler KL and its bootstrap interval by precision, arm, width and stored bytes (Fig. 4, A3, A4)."""
+"""Fidelity figures: sampler KL and its interval by precision, arm, width and stored bytes (Fig. 4, A3, A4)."""
 
 import re
 from collections.abc import Mapping, Sequence
