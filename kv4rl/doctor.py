@@ -9,6 +9,7 @@ from pathlib import Path
 
 import torch
 
+from kv4rl.chromium import find_chromium
 from kv4rl.results import REPOSITORY, hardware
 
 MINIMUM_FREE_BYTES = 2 << 30
@@ -43,7 +44,7 @@ def _needed() -> list[Check]:
 
 
 def _notebooks() -> list[Check]:
-    browser = next(filter(shutil.which, ("chromium", "chromium-browser", "google-chrome")), None)
+    browser = find_chromium()
     fix = "install Chromium or Chrome; without it figures stay interactive and GitHub shows none"
     extra = "pip install -e '.[notebooks]'"
     packages = [_package(name, fix=extra) for name in ("jupyterlab", "ipywidgets", "anywidget", "plotly")]

@@ -6,7 +6,6 @@
 
 import argparse
 import base64
-import shutil
 import time
 from pathlib import Path
 
@@ -14,11 +13,11 @@ import nbformat
 from nbclient import NotebookClient
 from nbclient.exceptions import CellTimeoutError
 
+from kv4rl.chromium import find_chromium
 from kv4rl.cli import one_sentence
 from kv4rl.config import InputError, require
 
 PLOTLY = "application/vnd.plotly.v1+json"
-BROWSERS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable", "chrome")
 STATIC_SIZE = {"width": 900, "height": 420}
 
 
@@ -80,7 +79,7 @@ def fail_on_hidden_errors(notebook, path: Path) -> None:
 def clean(notebook) -> None:
     """Add a PNG to each plotly output and drop its JSON (if a browser is there to draw it); drop widget state."""
     notebook.metadata.pop("widgets", None)
-    draw = any(shutil.which(name) for name in BROWSERS)
+    draw = find_chromium() is not None
     for cell in notebook.cells:
         cell.metadata.pop("execution", None)
         for output in cell.get("outputs", []):
