@@ -1,0 +1,106 @@
+"""Finished problems of one set and seed, an append-only .jsonl file: what a killed evaluation continues from.
+
+The first line holds the settings that decide the scores; every other line one problem, written when the last of its k
+responses is graded. A line that a kill cut short is dropped, and its problem done again.
+"""
+
+import fcntl
+import json
+import os
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from kv4rl.config import InputError, require
+from kv4rl.evaluation.evaluate import EvaluationResult
+
+
+@dataclass(frozen=True)
+class Record:
+    """One problem's k graded responses; lists in the order of the siblings."""
+
+    problem_id: str
+    verl: list[float]  # 0 or 1, as `last_box`
+    last_box: list[float]
+    has_box: list[bool]
+    truncated: list[bool]  # ended by the length cap
+    response_tokens: list[int]
+    grading_failures: int  # timeouts and worker deaths, scored 0
+
+
+class RecordFile:
+    """Appends records to `path`, one writer at a time; `done` holds those of earlier runs too.
+
+    Raises `InputError` if the file was begun with other settings (named) or is being written, OSError if it cannot be.
+    """
+
+    def __init__(self, path: Path, settings: Mapping[str, object]):
+        self.path = path
+        self.done: dict[str, Record] = {}
+        path.parent.mkdir(parents=True, exist_ok=True)
+        self._file = path.open("a+b")
+        try:
+            self._lock()
+            self._read(dict(settings))
+        except BaseException:
+            self._file.close()
+            raise
+
+    def _lock(self) -> None:
+        try:
+            fcntl.flock(self._file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            raise InputError(f"output={str(self.path)!r}: expected a file that no other evaluation writes") from error
+
+    def _read(self, settings: dict) -> None:
+        self._file.seek(0)
+        content = self._file.read()
+        whole = content[: content.rfind(b"\n") + 1]
+        self._file.truncate(len(whole))
+        lines = whole.decode("utf-8").splitlines()
+        if not lines:
+            self._write({"settings": settings})
+            return
+        begun = json.loads(lines[0])["settings"]
+        for name in sorted(settings.keys() | begun.keys()):
+            same = settings.get(name) == begun.get(name)
+            expected = f"{begun.get(name)!r}, with which {self.path} was begun (or another --output)"
+            require(same, name, settings.get(name), expected)
+        for line in lines[1:]:
+            record = Record(**json.loads(line))
+            self.done[record.problem_id] = record
+
+    def append(self, record: Record) -> None:
+        """Write a finished problem; it survives the process from here on."""
+        self._write(asdict(record))
+        self.done[record.problem_id] = record
+
+    def _write(self, entry: dict) -> None:
+        self._file.write(json.dumps(entry).encode() + b"\n")
+        self._file.flush()
+
+    def close(self) -> None:
+        """Flush to the disk and let others write."""
+        os.fsync(self._file.fileno())
+        self._file.close()
+
+    def __enter__(self) -> "RecordFile":
+        return self
+
+    def __exit__(self, *exc) -> None:
+        self.close()
+
+
+def result_of(records: Sequence[Record]) -> EvaluationResult:
+    """The scores of all problems, rows in the order given."""
+    column = lambda name, kind: np.array([getattr(record, name) for record in records], dtype=kind)
+    return EvaluationResult(
+        verl=column("verl", np.float64),
+        last_box=column("last_box", np.float64),
+        has_box=column("has_box", bool),
+        truncated=column("truncated", bool),
+        response_tokens=column("response_tokens", np.int64),
+        grading_failures=sum(record.grading_failures for record in records),
+    )
