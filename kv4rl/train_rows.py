@@ -1,13 +1,16 @@
 """A training run as rows of `data/results/train.csv`, and the curves read back from them.
 
 `python -m kv4rl.train_rows --preset mini --kv.precision kv4rl` trains (or resumes, or finds finished) the run those
-flags describe, judges the last policy with the common unquantised evaluator and writes the rows.
+flags describe, judges the starting model and the last policy with the common unquantised evaluator and writes the
+rows. `python -m kv4rl.train_rows start --preset mini` judges the starting model alone; its row, arm `start`, is the
+same for every precision.
 
 Rewards at the ends of a run are means over `FIRST` and `LAST` updates: one update has 64 responses at the mini preset,
 so a single one moves by a few hundredths from sampling alone.
 """
 
 import re
+import sys
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
@@ -19,7 +22,7 @@ from kv4rl.config import PRECISIONS, KVConfig, TrainConfig, require
 from kv4rl.device import choose_device
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.evaluation.evaluate import evaluate
-from kv4rl.model.weights import eos_token_ids, load_decoder, load_tokenizer
+from kv4rl.model.weights import eos_token_ids, load_decoder, load_tokenizer, resolve
 from kv4rl.presets import parse_config
 from kv4rl.results import RESULTS, hardware, latest, read_rows, result_row, write_rows
 from kv4rl.rewards.grader import Grader
@@ -29,6 +32,7 @@ from kv4rl.trainer import evaluation_sampling
 
 FIRST, LAST = 3, 5
 FILE = "train.csv"
+START = "start"  # the arm of the model before any update
 
 # metric of the rows -> (name in metrics.jsonl, unit)
 CURVES = {
@@ -39,14 +43,19 @@ CURVES = {
 }
 
 
-def record_run(config: TrainConfig, lines: Sequence[Mapping], accuracy: Mapping, *, command: str | None = None) -> Path:
+def record_run(
+    config: TrainConfig, lines: Sequence[Mapping], accuracy: Mapping, *, before: Mapping | None = None,
+    command: str | None = None,
+) -> Path:  # fmt: skip
     """Write one finished run: a row per end and mean, and one per update and curve.
 
     Args: lines: its metrics, one mapping an update, in order; accuracy: of the last policy under the common BF16
-    evaluator: `value`, `low`, `high`, `n`. Raises ValueError if the run is shorter than `FIRST + LAST` updates.
+    evaluator: `value`, `low`, `high`, `n`; before: of the model it started from, likewise.
+
+    Raises ValueError if the run is shorter than `FIRST + LAST` updates.
     """
     require(len(lines) >= FIRST + LAST, "updates", len(lines), f"at least {FIRST + LAST} for rows of a run")
-    seed = f"seed{config.seed}" + ("" if config.rollout.seed == config.seed else f"-{config.rollout.seed}")
+    seed = _shape(config)
     common = {"arm": config.kv.precision, "model": Path(config.model).name, "command": command}
     series = {metric: [line[name] for line in lines] for metric, (name, _) in CURVES.items()}
     ends = {
@@ -67,9 +76,24 @@ def record_run(config: TrainConfig, lines: Sequence[Mapping], accuracy: Mapping,
             rows.append(
                 result_row(experiment="curve", shape=shape, metric=metric, unit=unit, value=float(value), **common)
             )
+    if before is not None:
+        rows.append(start_row(config, before, command=command))
     mine = ("curve", config.kv.precision, Path(config.model).name, hardware())
     same = lambda row: (row["experiment"], row["arm"], row["model"], row["hardware"]) == mine
     return write_rows(FILE, rows, drop=lambda row: same(row) and row["shape"].startswith(f"{seed}@"))
+
+
+def start_row(config: TrainConfig, accuracy: Mapping, *, command: str | None = None) -> dict:
+    """The row of the model that a run starts from: `accuracy` of arm `start`, of no precision."""
+    return result_row(
+        experiment="train", arm=START, model=Path(config.model).name, shape=_shape(config), metric="accuracy",
+        unit="fraction", command=command, **accuracy,
+    )  # fmt: skip
+
+
+def _shape(config: TrainConfig) -> str:
+    """The seeds of a run, as the rows name it."""
+    return f"seed{config.seed}" + ("" if config.rollout.seed == config.seed else f"-{config.rollout.seed}")
 
 
 def read_curves(*, model: str = "mini-qwen3", directory: Path = RESULTS) -> dict[str, list[dict[str, float]]]:
@@ -95,19 +119,27 @@ def read_curves(*, model: str = "mini-qwen3", directory: Path = RESULTS) -> dict
 
 
 def summary(*, model: str = "mini-qwen3", directory: Path = RESULTS) -> list[dict[str, str]]:
-    """One dict a precision: rewards at both ends, accuracy, length, k3, mismatch, hardware (newest rows)."""
+    """One dict a precision, from the newest rows: rewards at both ends, accuracy, length, k3, mismatch, hardware.
+
+    `accuracy_before` is the starting model's on the same problems, "-" without its row.
+    """
     if not (directory / FILE).exists():
         return []
     rows = read_rows(directory / FILE, experiment="train", model=model)
-    names = ("reward_first", "reward_last", "accuracy", "response_tokens", "reference_kl", "sampler_mismatch")
+    starts = [row for row in rows if row["arm"] == START]
+    before = f"{float(latest(starts)['value']):.3g}" if starts else "-"
+    ends, names = ("reward_first", "reward_last"), ("accuracy", "response_tokens", "reference_kl", "sampler_mismatch")
     lines = []
     for precision in PRECISIONS:
         mine = [row for row in rows if row["arm"] == precision]
         if not mine:
             continue
-        cells = {name: latest(row for row in mine if row["metric"] == name) for name in names}
+        cells = {name: latest(row for row in mine if row["metric"] == name) for name in (*ends, *names)}
         values = {name: f"{float(row['value']):.3g}" for name, row in cells.items()}
-        lines.append({"precision": precision, **values, "hardware": cells["reward_last"]["hardware"]})
+        first = {name: values[name] for name in ends}
+        rest = {name: values[name] for name in names}
+        hardware_of = cells["reward_last"]["hardware"]
+        lines.append({"precision": precision, **first, "accuracy_before": before, **rest, "hardware": hardware_of})
     return lines
 
 
@@ -138,14 +170,19 @@ def judge(model_dir: Path, config: TrainConfig, *, prompts: int = 128, samples: 
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Train as the flags say, judge, write rows, print them."""
-    program = "kv4rl.train_rows"
-    config = parse_config(arguments, program=program)
+    """Train as the flags say, judge, write rows, print them; with `start` in front, judge the starting model alone."""
+    program, arguments = "kv4rl.train_rows", list(sys.argv[1:] if arguments is None else arguments)
+    only_start = arguments[:1] == [START]
+    config = parse_config(arguments[only_start:], program=program)
     with one_sentence(program):
         require_recordable(config)
-    result = train(config, report=print, setup=one_sentence(program))
-    accuracy = judge(result.model_dir, config)
-    path = record_run(config, [line for line in result.metrics if line["update"] > 0], accuracy)
+        model = resolve(config.model)
+    if only_start:
+        path = write_rows(FILE, [start_row(config, judge(model, config))])
+    else:
+        result = train(config, report=print, setup=one_sentence(program))
+        lines = [line for line in result.metrics if line["update"] > 0]
+        path = record_run(config, lines, judge(result.model_dir, config), before=judge(model, config))
     for line in summary(model=Path(config.model).name):
         print("  ".join(f"{name} {value}" for name, value in line.items()))
     print(f"rows in {path}")
