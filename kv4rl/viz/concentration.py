@@ -99,7 +99,7 @@ def explore(law: LengthDistribution, slots: int, prompt_tokens: int) -> go.Figur
     figure.update_xaxes(**POWERS, row=1, col=1)
     figure.update_xaxes(title_text="decode step of a wave", row=1, col=2)
     figure.update_xaxes(title_text="response length, tokens", row=1, col=3)
-    figure.update_layout(showlegend=False, height=330, width=1000, margin=MARGIN)
+    figure.update_layout(showlegend=False, height=330, width=920, margin=MARGIN)
     return figure
 
 

@@ -30,6 +30,7 @@ class Explorer(widgets.VBox):
         self.figure = go.FigureWidget(draw(**self.settings))
         for control in self.controls.values():
             control.observe(self._move, names="value")
+            control.style.description_width = "90px"  # wide enough for "mean length"
         wrapped = widgets.Layout(flex_flow="row wrap")
         super().__init__([widgets.Box(list(self.controls.values()), layout=wrapped), self.sentence, self.figure])
 

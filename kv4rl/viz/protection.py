@@ -10,6 +10,7 @@ from kv4rl.viz.protection_grid import Grid, Point, Workload, response_bytes
 from kv4rl.viz.style import ACCENT, PRECISION_COLOURS
 
 CHOSEN, OTHERS = PRECISION_COLOURS["kv4rl"], "#BBBBBB"
+BEYOND, WHITE = 3, "#FFFFFF"  # the map's code for positions not reached: a number, since widgets carry no NaN
 MAP_ROWS, MAP_COLUMNS = 96, 384  # cells of the map: what a screen shows, and a move stays one small message
 KL_AXIS = {"type": "log", "exponentformat": "power", "dtick": 1}
 
@@ -33,7 +34,7 @@ def tradeoff(grid: Grid, workload: Workload, sink: int, recent: int) -> go.Figur
     figure.add_trace(_map(workload.context_tokens, sink, recent), row=2, col=1)
     figure.update_xaxes(title_text="position", range=[0, workload.context_tokens], row=2, col=1)
     figure.update_yaxes(title_text="context tokens", range=[workload.context_tokens, 0], row=2, col=1)
-    figure.update_layout(height=640, width=980, margin={"t": 50, "b": 55}, showlegend=False)
+    figure.update_layout(height=640, width=920, margin={"t": 50, "b": 55}, showlegend=False)
     return figure
 
 
@@ -97,7 +98,8 @@ def _marker(x: float | str, point: Point) -> go.Scatter:
 def _map(context: int, sink: int, recent: int) -> go.Heatmap:
     contexts = np.linspace(1, context, MAP_ROWS).astype(int)
     positions = np.linspace(0, context - 1, min(MAP_COLUMNS, context)).astype(int)
-    codes = region_codes(contexts, sink, recent)[:, positions].astype(np.float32)
-    scale = [(edge, colour) for k, colour in enumerate(REGION_COLOURS.values()) for edge in (k / 3, (k + 1) / 3)]
-    shown = {"zmin": -0.5, "zmax": 2.5, "colorscale": scale, "showscale": False, "hoverinfo": "x+y"}
+    codes = np.nan_to_num(region_codes(contexts, sink, recent)[:, positions], nan=BEYOND).astype(np.uint8)
+    colours = (*REGION_COLOURS.values(), WHITE)
+    scale = [(edge, colour) for k, colour in enumerate(colours) for edge in (k / 4, (k + 1) / 4)]
+    shown = {"zmin": -0.5, "zmax": 3.5, "colorscale": scale, "showscale": False, "hoverinfo": "x+y"}
     return go.Heatmap(z=codes, x=positions, y=contexts, **shown)

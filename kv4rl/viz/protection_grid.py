@@ -19,7 +19,7 @@ from kv4rl.theory.roofline import QWEN3_4B
 from kv4rl.theory.step_cost import StepCost
 
 ARM = re.compile(r"kv4rl-s(\d+)-w(\d+)")
-COMMAND = "python -m kv4rl.fidelity --model {model} --panels grid"
+COMMAND = "python -m kv4rl.fidelity.experiments --model {model} --panels grid"
 PAPER = (16, 128)  # Table A1
 HEADS = "tp2_16q4kv"  # the shard of kernels.csv that is shown: TP2 of Qwen3-4B and of Qwen3-8B
 QWEN3 = CacheShape(QWEN3_4B.layers, QWEN3_4B.query_heads, QWEN3_4B.kv_heads, QWEN3_4B.head_dim, torch.bfloat16)

@@ -29,8 +29,6 @@ def protection_explorer(
             "sink": stops(PAPER[0], first.sinks, "sink s"),
             "recent": stops(PAPER[1], first.recents, "recent w"),
             "model": widgets.Dropdown(options=list(grids), description="KL of"),
-            "workload": widgets.Dropdown(
-                options=list(by_name), value=(load or loads[0]).name, description="speed at B x L"
-            ),
+            "workload": widgets.Dropdown(options=list(by_name), value=(load or loads[0]).name, description="speed at"),
         },
     )
