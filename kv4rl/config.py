@@ -152,7 +152,7 @@ class TrainConfig:
     """One training run: the phase loop of §3 with everything it needs."""
 
     model: str = "mini-qwen3"  # a local directory, a name under data/models/, or a hub id
-    tasks: str = "mini"  # "mini" (our generator) or a .jsonl file with `prompt` and `answer`
+    tasks: str = "mini"  # our generator; or a .jsonl or .parquet file, or a hub id, of problems with golds (§B.1)
     output_dir: str = "runs/train"  # checkpoints, metrics.jsonl, TensorBoard events
     updates: int = 400
     seed: int = 43

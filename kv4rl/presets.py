@@ -10,11 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kv4rl.config import GRPOConfig, RolloutConfig, TrainConfig, require
+from kv4rl.tasks.datasets import DAPO
 
 # The paper's runs: every default of config.py is Table A1's value.
 _QWEN3_4B = TrainConfig(
     model="Qwen/Qwen3-4B-Base",
-    tasks="data/tasks/dapo-math-17k-en.jsonl",
+    tasks=DAPO,  # from the hub; a local .jsonl or .parquet file of the same fields does as well
     output_dir="runs/qwen3_4b",
     updates=600,
     evaluate_every=50,

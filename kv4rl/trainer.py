@@ -21,11 +21,12 @@ from kv4rl.metrics import Timers
 from kv4rl.model.weights import eos_token_ids, load_decoder, load_tokenizer, save_decoder
 from kv4rl.ranks import Ranks
 from kv4rl.rewards.grader import Grader
-from kv4rl.rollout.group import Prompt, PromptGroup, PromptStream
+from kv4rl.rollout.group import Prompt, PromptGroup
 from kv4rl.rollout.partial import PartialCollector
 from kv4rl.rollout.share import SharedStream
 from kv4rl.rollout.sync import SyncCollector
 from kv4rl.rollout.trace import Trace
+from kv4rl.tasks.datasets import open_stream
 from kv4rl.tasks.stream import JsonlStream, LeftOut, MiniStream, take
 
 
@@ -75,7 +76,8 @@ class Trainer:
         self.learner = GRPOLearner(decoder, config.grpo, mesh=self.ranks.mesh)
         stops = eos_token_ids(config.model)
         self.engine = RolloutEngine(rollout_decoder, config.kv, rollout, eos_token_ids=stops)
-        prompts = _prompts(config, self.tokenizer)
+        limit = config.rollout.max_prompt_tokens
+        prompts = open_stream(config.tasks, self.tokenizer, seed=config.seed, max_prompt_tokens=limit)
         self.left_out = list(prompts.left_out)
         self.evaluation_prompts = _evaluation_prompts(config, self.tokenizer, self.left_out)
         for prompt in (prompts.longest(), *self.evaluation_prompts):
@@ -178,14 +180,6 @@ def _share_of_quota(rollout: RolloutConfig, ranks: int) -> RolloutConfig:
     groups = rollout.groups_per_update
     require(groups % ranks == 0, "rollout.groups_per_update", groups, f"a multiple of {ranks}, the number of ranks")
     return replace(rollout, groups_per_update=groups // ranks)
-
-
-def _prompts(config: TrainConfig, tokenizer) -> PromptStream:
-    if config.tasks == "mini":
-        return MiniStream(config.seed, tokenizer=tokenizer)
-    require(Path(config.tasks).is_file(), "tasks", config.tasks, '"mini" or a .jsonl file that exists')
-    limit = config.rollout.max_prompt_tokens
-    return JsonlStream(config.tasks, tokenizer, max_prompt_tokens=limit, seed=config.seed, check_golds=True)
 
 
 def _evaluation_prompts(config: TrainConfig, tokenizer, left_out: list[LeftOut]) -> list[Prompt]:

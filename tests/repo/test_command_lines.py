@@ -65,7 +65,7 @@ def test_wrong_input_ends_with_one_sentence_and_nothing_done(tmp_path, monkeypat
     ("content", "sentence"),
     [
         ("", "file='tasks.jsonl': expected at least one line"),
-        ('{"prompt": "n"}', "tasks.jsonl:1 fields=['prompt']: expected also answer"),
+        ('{"prompt": "n"}', "tasks.jsonl:1 fields=['prompt']: expected also `solution` (or `answer`)"),
         (
             '{"prompt": "What is 1+1?", "answer": "2"}',
             "tasks.jsonl:1 prompt='Whatis?': expected only characters",
