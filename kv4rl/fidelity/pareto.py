@@ -56,19 +56,22 @@ def predicted_speedup(bytes_per_position: float, *, head_dim: int = HEAD_DIM) ->
     return len(shares) / sum(shares)
 
 
-def points(rows: Iterable[Mapping[str, str]]) -> list[Point]:
-    """One point an arm from `sampler_kl` rows of one model; the last row of an arm counts.
+def points(rows: Iterable[Mapping[str, str]], *, arithmetic: str = "deployed") -> list[Point]:
+    """One point a representation from `sampler_kl` rows of one model; the last row of an arm counts.
 
-    Arms that no panel has (an earlier command's) are left out.
+    Only arms of one arithmetic compare. Those that no panel has (an earlier command's) are left out, and so is an
+    arm that stores what an earlier one does under another name.
     """
     arms, newest = known_arms(), {}
     for row in rows:
         require(row["metric"] == "sampler_kl", "metric", row["metric"], "sampler_kl")
-        if row["arm"] in arms:
-            newest[row["arm"]] = row
+        arm = arms.get(row["arm"])
+        if arm is not None and arm.arithmetic == arithmetic:
+            newest.setdefault(arm, {})[row["arm"]] = row
     made = []
-    for name, row in newest.items():
-        size = position_bytes(arms[name])
+    for arm, named in newest.items():
+        name, row = next(iter(named.items()))
+        size = position_bytes(arm)
         kl, low, high = (float(row[field]) for field in ("value", "low", "high"))
         made.append(Point(name, kl, low, high, size, predicted_speedup(size)))
     return made

@@ -25,5 +25,7 @@ def test_rows_become_points_newest_last_and_unknown_arms_are_left_out():
     row = {"arm": "kv4", "metric": "sampler_kl", "value": "0.1", "low": "0.05", "high": "0.2"}
     (point,) = points([row, row | {"arm": "fp3"}, row | {"value": "0.15"}])
     assert (point.arm, point.kl, point.low, point.position_bytes) == ("kv4", 0.15, 0.05, KV4_BYTES)
+    assert points([row | {"arm": "int4-k"}]) == []  # storage arithmetic is another experiment
+    assert [p.arm for p in points([row | {"arm": "kv4rl"}, row | {"arm": "kv4rl-s16-w128"}])] == ["kv4rl"]
     with pytest.raises(ValueError, match="metric='bits_per_element'"):
         points([row | {"metric": "bits_per_element"}])
