@@ -6,14 +6,18 @@
       pool.safetensors    the number arrays of `run` below: tokens, log-probs, versions of every response held
       state.json          everything else: configuration, counters, prompt cursor, ages, scores
 
-A kill at any point, or a full disk, leaves the previous directory as it was.
+A kill at any point, or a full disk, leaves the previous directory as it was. `only_run` keeps a second process out.
 """
 
+import fcntl
 import hashlib
 import json
 import os
+import pickle
+import re
 import shutil
 from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
@@ -21,8 +25,9 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from kv4rl.config import InputError, TrainConfig
+from kv4rl.config import InputError, TrainConfig, require
 
+FORMAT = 2  # of state.json; 2: one collector a rank
 PREFIX, PARTIAL = "update_", ".partial-"
 ARRAY = "__array__"  # {ARRAY: name} in state.json stands for an array of pool.safetensors
 MIN_ARRAY = 16  # shorter lists of numbers stay in state.json
@@ -31,6 +36,10 @@ FREE_FIELDS = (
     "updates", "output_dir", "checkpoint_every", "keep_checkpoints",
     "evaluate_every", "evaluate_prompts", "evaluate_samples",
 )  # fmt: skip
+
+
+class CheckpointNotWritten(OSError):
+    """A checkpoint could not be written (a full disk); the earlier ones are whole, and the run can go on from them."""
 
 
 @dataclass
@@ -58,7 +67,7 @@ def fingerprint(values: dict) -> str:
 def save_checkpoint(directory: str | Path, checkpoint: Checkpoint, *, keep: int) -> Path:
     """Write `checkpoint`, then remove all but the newest `keep`. Returns its directory.
 
-    Raises OSError when it cannot be written (a full disk), with earlier checkpoints untouched.
+    Raises CheckpointNotWritten, an OSError, when it cannot (a full disk), with earlier checkpoints untouched.
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
@@ -73,7 +82,7 @@ def save_checkpoint(directory: str | Path, checkpoint: Checkpoint, *, keep: int)
     except (OSError, RuntimeError, SafetensorError) as error:  # torch and safetensors wrap a full disk in their own
         shutil.rmtree(partial, ignore_errors=True)
         left = [path.name for path in list_checkpoints(directory)]
-        raise OSError(
+        raise CheckpointNotWritten(
             f"checkpoint {final} could not be written ({error}); still whole: {', '.join(left) or 'none'}"
         ) from error
     for old in list_checkpoints(directory)[:-keep]:
@@ -82,25 +91,57 @@ def save_checkpoint(directory: str | Path, checkpoint: Checkpoint, *, keep: int)
 
 
 def list_checkpoints(directory: str | Path) -> list[Path]:
-    """Complete checkpoints, oldest first."""
-    return sorted(Path(directory).glob(f"{PREFIX}*"))
+    """Complete checkpoints, oldest first; whatever else lies there is nobody's business."""
+    numbers = ((re.fullmatch(rf"{PREFIX}(\d+)", path.name), path) for path in Path(directory).glob(f"{PREFIX}*"))
+    return [path for _, path in sorted((int(found[1]), path) for found, path in numbers if found and path.is_dir())]
+
+
+@contextmanager
+def only_run(directory: str | Path) -> Iterator[None]:
+    """Hold a run's folder (made if need be) while the block runs; InputError when another process holds it.
+
+    The lock belongs to the process and goes with it, however it ends.
+    """
+    directory = Path(directory)
+    directory.mkdir(parents=True, exist_ok=True)
+    descriptor = os.open(directory, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError as error:
+            expected = "a folder that no other process trains in: wait for that one, or choose another"
+            raise InputError(f"output_dir={str(directory)!r}: expected {expected}") from error
+        yield
+    finally:
+        os.close(descriptor)
 
 
 def load_checkpoint(path: str | Path, config: TrainConfig) -> Checkpoint:
     """Read one checkpoint directory.
 
-    Raises ValueError when it was made under another configuration, naming the fields that differ and both values.
+    Raises ValueError when it was made under another configuration, naming the fields that differ and both values, and
+    when files of it are missing or damaged.
     """
     path = Path(path)
-    state = json.loads((path / "state.json").read_text())
-    check_settings(state["config"], settings(config), path)
-    return Checkpoint(
-        update=state["update"],
-        config=state["config"],
-        weights=load_file(path / "model.safetensors"),
-        optimizer=torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True),
-        run=_join(state["run"], load_file(path / "pool.safetensors")),
-    )
+    try:
+        state = json.loads((path / "state.json").read_text())
+        require(state.get("format") == FORMAT, f"format of {path}", state.get("format"), f"{FORMAT}, this version's")
+        check_settings(state["config"], settings(config), path)
+        return Checkpoint(
+            update=state["update"],
+            config=state["config"],
+            weights=load_file(path / "model.safetensors"),
+            optimizer=torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True),
+            run=_join(state["run"], load_file(path / "pool.safetensors")),
+        )
+    except InputError:
+        raise
+    except (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+        others = ", ".join(other.name for other in list_checkpoints(path.parent) if other != path)
+        raise InputError(
+            f"checkpoint={str(path)!r}: expected whole files ({error}); remove it to resume from "
+            f"{others or 'the start: there is no other'}"
+        ) from error
 
 
 def check_settings(saved: dict, given: dict, path: Path) -> None:
@@ -121,6 +162,7 @@ def check_settings(saved: dict, given: dict, path: Path) -> None:
 def _write(directory: Path, checkpoint: Checkpoint) -> None:
     arrays: dict[str, torch.Tensor] = {}
     state = {
+        "format": FORMAT,
         "update": checkpoint.update,
         "config": checkpoint.config,
         "fingerprint": fingerprint(checkpoint.config),

@@ -11,6 +11,7 @@ from pathlib import Path
 
 from tqdm import tqdm
 
+from kv4rl.checkpoint import CheckpointNotWritten, only_run
 from kv4rl.cli import one_sentence
 from kv4rl.config import TrainConfig
 from kv4rl.metrics import MetricsWriter, read_metrics
@@ -50,6 +51,8 @@ def train(
             report = report if report and ranks.leads else (lambda line: None)
             grader = stack.enter_context(Grader())
             trainer = Trainer(config, grader, ranks)
+            if ranks.leads:
+                stack.enter_context(only_run(config.output_dir))
             resumed = trainer.resume()
             write = _writer(trainer, resumed, stack)
         report(_opening(trainer, resumed))
@@ -121,7 +124,9 @@ def _report_left_out(trainer: Trainer, report: Report) -> None:
 
 def main(arguments: list[str] | None = None) -> None:
     """The command line: fields of `TrainConfig` as flags over a preset."""
-    result = train(parse_config(arguments), report=print, setup=one_sentence("kv4rl.train"))
+    program, config = "kv4rl.train", parse_config(arguments)
+    with one_sentence(program, kinds=(CheckpointNotWritten,), status=1):
+        result = train(config, report=print, setup=one_sentence(program))
     for line in (result.metrics[0], result.metrics[-1]):
         if "val/avg_at_k" in line:
             print(f"update {line['update']}: avg@k {line['val/avg_at_k']:.3f}, pass@k {line['val/pass_at_k']:.3f}")
