@@ -3,10 +3,12 @@
 from dataclasses import dataclass
 from pathlib import Path
 
-from kv4rl.paper import PUBLISHED
+from kv4rl.paper import PUBLISHED, Published
 from kv4rl.results import RESULTS, latest, read_rows
 
 ABSENT = "not measured"
+ON_CPU = "{} on a CPU in place of Qwen3; shorter contexts"
+GROUPS = {"group128": "int4-k", "group32": "int4_g32-k", "group16": "int4_g16-k"}  # name in the paper's table -> arm
 ORIGIN = ("hardware", "date", "commit", "command")  # of the row
 
 
@@ -21,11 +23,23 @@ class Comparison:
     remark: str  # what is different about our setting
 
 
-def _bits(group: str, arm: str) -> Comparison:
-    where = {"arm": arm, "model": "mini-qwen3", "metric": "bits_per_element"}  # head_dim 128, as the paper's
+def _bits(group: str, shape: str, arm: str) -> Comparison:
+    where = {"arm": arm, "model": "mini-qwen3", "shape": shape, "metric": "bits_per_element"}  # head_dim 128
     return Comparison(
         f"storage/{group}/bits", f"bits per element, {group}", "fidelity.csv", where, "counted from bytes"
     )
+
+
+def _storage_kl(group: str, arm: str) -> Comparison:
+    where = {"arm": arm, "model": "smollm2-135m", "shape": "A4b", "metric": "sampler_kl"}
+    quantity = f"sampler KL of stored INT4, {group}"
+    return Comparison(f"storage/4b/{group}/kl", quantity, "fidelity.csv", where, ON_CPU.format("smollm2-135m"))
+
+
+def _rotation(model: str) -> Comparison:
+    where = {"arm": "int4-kv", "model": model, "shape": "A4a", "metric": "kl_geometric_ratio_vs_int4-k"}
+    quantity = f"sampler KL, K and V rotated over K alone ({model})"
+    return Comparison("storage/4b/rotate_kv_over_k", quantity, "fidelity.csv", where, ON_CPU.format(model))
 
 
 def _replay(checkpoint: str, precision: str) -> Comparison:
@@ -35,11 +49,9 @@ def _replay(checkpoint: str, precision: str) -> Comparison:
 
 
 def _kl_reduction(published: str, model: str) -> Comparison:
-    where = {"arm": "kv4rl", "model": model, "shape": "loop", "metric": "kl_reduction_vs_kv4"}
+    where = {"arm": "kv4rl", "model": model, "shape": "4b", "metric": "kl_reduction_vs_kv4"}
     quantity = f"sampler KL, KV4 over KV4-RL at 16/128 ({model})"
-    return Comparison(
-        published, quantity, "fidelity.csv", where, f"{model} on a CPU in place of Qwen3; shorter contexts"
-    )
+    return Comparison(published, quantity, "fidelity.csv", where, ON_CPU.format(model))
 
 
 TRACE_RATIOS = {
@@ -68,7 +80,10 @@ COMPARISONS = (
     _trace("8B-400", "decode_throughput_ratio"),
     _resident("partial", "trace/8b-400/active_kv_async"),
     _resident("sync", "trace/8b-400/active_kv_sync"),
-    _bits("group128", "kv4"),
+    *(_bits(group, "A4b", arm) for group, arm in GROUPS.items()),
+    *(_bits(group, "A4c", f"{group}-none") for group in ("nvfp4", "mxfp4")),
+    *(_storage_kl(group, arm) for group, arm in GROUPS.items()),
+    *(_rotation(model) for model in ("smollm2-135m", "mini-qwen3")),
     _kl_reduction("fidelity/4b/kl_reduction_16_128", "smollm2-135m"),
     _kl_reduction("fidelity/4b/kl_reduction_16_128", "mini-qwen3"),
     *(_replay(checkpoint, "kv4") for checkpoint in ("4B-100", "4B-300", "4B-500", "8B-100", "8B-400")),
@@ -92,26 +107,30 @@ COMPARISONS = (
 )  # fmt: skip
 
 
-def compare(directory: Path = RESULTS) -> list[dict[str, str]]:
-    """One dict a comparison: quantity, place, paper, ours, scope, remark, the row's origin; unanswered ones say so."""
-    lines = []
+def answers(directory: Path = RESULTS) -> list[tuple[Comparison, Published, dict[str, str] | None]]:
+    """Every comparison with its published number and the newest row that answers it, or None."""
+    found = []
     for item in COMPARISONS:
-        published = PUBLISHED[item.published]
         path = directory / item.file
         rows = read_rows(path, **item.where) if path.exists() else []
-        row = latest(rows) if rows else None
-        lines.append(
-            {
-                "quantity": item.quantity,
-                "place": published.locator,
-                "paper": f"{published.value:g} {published.unit}",
-                "ours": ours(row, published.unit) if row else ABSENT,
-                "scope": row["scope"] if row else "-",
-                "remark": item.remark,
-            }
-            | {name: row[name] if row else "-" for name in ORIGIN}
-        )
-    return lines
+        found.append((item, PUBLISHED[item.published], latest(rows) if rows else None))
+    return found
+
+
+def compare(directory: Path = RESULTS) -> list[dict[str, str]]:
+    """One dict a comparison: quantity, place, paper, ours, scope, remark, the row's origin; unanswered ones say so."""
+    return [
+        {
+            "quantity": item.quantity,
+            "place": published.locator,
+            "paper": f"{published.value:g} {published.unit}",
+            "ours": ours(row, published.unit) if row else ABSENT,
+            "scope": row["scope"] if row else "-",
+            "remark": item.remark,
+        }
+        | {name: row[name] if row else "-" for name in ORIGIN}
+        for item, published, row in answers(directory)
+    ]
 
 
 def ours(row: dict, unit: str) -> str:

@@ -18,6 +18,7 @@ from kv4rl.viz.style import PRECISION_NAMES, use_template
 from kv4rl.viz.training import learning_curves
 
 README = REPOSITORY / "README.md"
+SIZES = ("bits", "nats")  # units of comparisons that notebook 11 and the page show and the README leaves out
 
 
 def notebooks(rows: Path = RESULTS) -> str:
@@ -36,8 +37,8 @@ def notebooks(rows: Path = RESULTS) -> str:
 
 
 def results(rows: Path = RESULTS) -> str:
-    """Paper beside measured: only what has a row. The commands that made the rows stand below, numbered."""
-    lines = [line for line in compare(rows) if line["ours"] != ABSENT]
+    """Paper beside measured: what has a row and is no size; below it, numbered, the commands that made the rows."""
+    lines = [line for line in compare(rows) if line["ours"] != ABSENT and not line["paper"].endswith(SIZES)]
     runs = list(dict.fromkeys(tuple(line[name] for name in ORIGIN) for line in lines))
     for line in lines:
         line["run"] = str(1 + runs.index(tuple(line[name] for name in ORIGIN)))
