@@ -17,9 +17,9 @@ import torch
 from kv4rl.cache.batch import DecodeBatch, TokenSlots
 from kv4rl.cache.kv_cache import KVCache
 from kv4rl.config import require
-from kv4rl.engine.draw import NEVER, DrawKeys, ForcedEnd, draw
+from kv4rl.engine.draw import NEVER, DrawKeys, ForcedEnd, Sampler, draw
 from kv4rl.engine.page_table import PageTable
-from kv4rl.engine.sampler import Sampling
+from kv4rl.engine.sampler import Sampling, sample
 from kv4rl.model.decoder import Decoder
 
 PADDING = np.array([[0], [0], [0], [0], [NEVER]])  # token, context, slot, noise key, end of a row that is no request
@@ -29,8 +29,11 @@ PADDING = np.array([[0], [0], [0], [0], [NEVER]])  # token, context, slot, noise
 class PlannedOnHost(Protocol):
     """A cache backend that divides its work on the host, before the step's launches (FlashInfer does)."""
 
-    def prepare(self, cache: KVCache, contexts: np.ndarray, page_ids: np.ndarray) -> None:
-        """contexts int64 [rows], 0 for padding; page_ids int64 [rows, width], -1 padded."""
+    def prepare(self, cache: KVCache, contexts: np.ndarray, page_ids: np.ndarray, *, static: bool = True) -> None:
+        """contexts int64 [rows], 0 for padding; page_ids int64 [rows, width], -1 padded.
+
+        `static`: what the step reads stays where it is for this number of rows, so that a graph can be replayed.
+        """
 
 
 @dataclass(frozen=True)
@@ -62,9 +65,11 @@ class DecodeStep:
         max_pages: int,
         buckets: Sequence[int] | None = None,
         forced: ForcedEnd | None = None,
+        sampler: Sampler = sample,
     ):
         slots, device = cache.num_slots, cache.device
-        self.decoder, self.cache, self.forced, self.max_pages = decoder, cache, forced, max_pages
+        self.decoder, self.cache, self.max_pages = decoder, cache, max_pages
+        self.forced, self.sampler = forced, sampler
         self.buckets = None if buckets is None else sorted(buckets)
         if self.buckets is not None:
             fits = self.buckets and self.buckets[0] >= 1 and self.buckets[-1] == slots
@@ -121,9 +126,10 @@ class DecodeStep:
             self.cache.write(layer, k, v, where)
             return self.cache.decode(layer, q, batch)
 
-        logits = self.decoder.logits(self.decoder(ids, where.positions, attend))
+        logits = self.decoder.sampling_logits(self.decoder(ids, where.positions, attend))
+        drawn = draw(logits, DrawKeys(noise, context, ends), sampling, forced=self.forced, sampler=self.sampler)
         results = self._results[:, : size.rows]
-        results.copy_(draw(logits, DrawKeys(noise, context, ends), sampling, forced=self.forced))
+        results.copy_(drawn)
         return results
 
     def _load_pages(self, table: PageTable) -> None:

@@ -3,12 +3,15 @@
 Rows are told apart by tensors alone (`DrawKeys`), so that one captured graph serves any batch.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from kv4rl.engine.sampler import NoiseKeys, Sampling, sample
+from kv4rl.engine.sharded_sampler import ShardedSampler
+from kv4rl.model.decoder import Decoder
+from kv4rl.model.tensor_parallel import ShardedDecoder
 
 NEVER = 1 << 62  # end of a response whose length is not forced
 
@@ -31,6 +34,20 @@ class ForcedEnd:
 
     token: int  # the one that a response ends with
     columns: torch.Tensor  # int64 [E]: where end-of-sequence tokens stand in the logits (of this shard)
+
+    @classmethod
+    def of(cls, eos_token_ids: Sequence[int], decoder: Decoder) -> "ForcedEnd":
+        """For the vocabulary, or the part of it, that a decoder samples from."""
+        first, count = getattr(decoder, "first_token", 0), decoder.head_weight.shape[0]
+        columns = [token - first for token in eos_token_ids if first <= token < first + count]
+        return cls(eos_token_ids[0], torch.tensor(columns, dtype=torch.int64, device=decoder.device))
+
+
+def sampler_of(decoder: Decoder) -> Sampler:
+    """How tokens are drawn from a decoder's `sampling_logits`: by this process, or together with the other ranks."""
+    if isinstance(decoder, ShardedDecoder):
+        return ShardedSampler(decoder.communicator, decoder.first_token)
+    return sample
 
 
 def draw(

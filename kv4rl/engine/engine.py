@@ -12,7 +12,7 @@ from kv4rl.config import KVConfig, RolloutConfig, require, require_integer, requ
 from kv4rl.engine.base import BatchingEngine
 from kv4rl.engine.clock import DeviceClock
 from kv4rl.engine.decode_step import DecodeStep, default_buckets
-from kv4rl.engine.draw import NEVER, DrawKeys, ForcedEnd, draw
+from kv4rl.engine.draw import NEVER, DrawKeys, ForcedEnd, draw, sampler_of
 from kv4rl.engine.graphs import StepGraphs, capturable
 from kv4rl.engine.memory import max_pages
 from kv4rl.engine.noise import noise_key
@@ -97,13 +97,15 @@ class RolloutEngine(BatchingEngine):
         self._forced_lengths, self._forced = forced_lengths, None
         if forced_lengths is not None:
             require(len(self.eos_token_ids) > 0, "eos_token_ids", (), "a token to end responses of forced length with")
-            columns = torch.tensor(self.eos_token_ids, device=decoder.device)
-            self._forced = ForcedEnd(self.eos_token_ids[0], columns)
+            self._forced = ForcedEnd.of(self.eos_token_ids, decoder)
         graphs = graphs and capturable(self.cache)
         if graphs and buckets is None:
             buckets = default_buckets(slots)
         pages = max_pages(decoder, rollout)
-        self._decode = DecodeStep(decoder, self.cache, max_pages=pages, buckets=buckets, forced=self._forced)
+        self._sampler = sampler_of(decoder)
+        self._decode = DecodeStep(
+            decoder, self.cache, max_pages=pages, buckets=buckets, forced=self._forced, sampler=self._sampler
+        )
         self._graphs = StepGraphs(self._decode) if graphs else None
         self._clock = DeviceClock(decoder.device)
         self._weights_whole = True
@@ -230,7 +232,8 @@ class RolloutEngine(BatchingEngine):
         slots = [entry.slot for entry in plan.sampled]
         noise, ends = (torch.from_numpy(array[slots]).to(hidden.device) for array in (self._noise, self._ends))
         keys = DrawKeys(noise, batch.sampled_positions, ends)
-        return draw(self.decoder.logits(hidden[batch.sampled_rows]), keys, self._sampling, forced=self._forced)
+        logits = self.decoder.sampling_logits(hidden[batch.sampled_rows])
+        return draw(logits, keys, self._sampling, forced=self._forced, sampler=self._sampler)
 
     def _enter(self, entry: Entry) -> None:
         """Note what the tokens of a request depend on, when its first one in this slot is sampled."""

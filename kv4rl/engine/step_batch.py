@@ -9,6 +9,7 @@ import torch
 from kv4rl.cache.batch import DecodeBatch, TokenSlots
 from kv4rl.cache.kv_cache import CacheShape, KVCache
 from kv4rl.config import KVConfig
+from kv4rl.engine.decode_step import PlannedOnHost
 from kv4rl.engine.page_table import PageTable
 from kv4rl.engine.scheduler import Chunk, StepPlan
 from kv4rl.model.attend import PackedCausal, causal_chunk
@@ -28,6 +29,8 @@ class StepBatch:
         self._decode_rows = len(plan.slots)
         context = table.context[plan.slots]
         arrays = (table.rows(plan.slots), context, plan.slots)
+        if len(context) and isinstance(cache.backend, PlannedOnHost):
+            cache.backend.prepare(cache, context, arrays[0], static=False)
         self._decode = DecodeBatch(*(torch.from_numpy(array).to(device) for array in arrays))
         self._where = _token_slots(plan, table, self._decode, cache.kv, device)
         if device.type == "cuda":  # the scheduler's own values: looking at them would make the host wait

@@ -5,35 +5,36 @@ from collections.abc import Iterable, Mapping
 import torch
 
 from kv4rl.config import require
+from kv4rl.model.decoder import Decoder
 
 
-def check_weights(decoder: torch.nn.Module, named_tensors: Mapping[str, torch.Tensor]) -> None:
-    """Raise `ValueError` unless the names and shapes are the decoder's, all of them; nothing is written."""
+def check_weights(decoder: Decoder, named_tensors: Mapping[str, torch.Tensor]) -> None:
+    """Raise `ValueError` unless the names and shapes are the whole model's, all of them; nothing is written."""
     parameters = dict(decoder.named_parameters())
     for name, tensor in named_tensors.items():
-        _check_one(name, tensor, parameters)
+        _check_one(name, tensor, decoder, parameters)
     _check_complete(parameters, set(named_tensors))
 
 
 @torch.no_grad()
-def copy_weights(decoder: torch.nn.Module, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
-    """Copy each tensor into the parameter of its name, in place, cast to the engine's dtype.
+def copy_weights(decoder: Decoder, named_tensors: Iterable[tuple[str, torch.Tensor]]) -> None:
+    """Copy each tensor (a shard: its part of it) into the parameter of its name, in place, in the engine's dtype.
 
     A tied head is one parameter under one name, so it is written once too. Raises `ValueError` for an unknown or
     repeated name, another shape or a missing tensor; what was written before that stays written.
     """
     parameters, written = dict(decoder.named_parameters()), set()
     for name, tensor in named_tensors:
-        _check_one(name, tensor, parameters)
+        _check_one(name, tensor, decoder, parameters)
         require(name not in written, "weight", name, "each weight once; this one came twice")
-        parameters[name].copy_(tensor)
+        parameters[name].copy_(decoder.shard_of(name, tensor))
         written.add(name)
     _check_complete(parameters, written)
 
 
-def _check_one(name: str, tensor: torch.Tensor, parameters: Mapping[str, torch.Tensor]) -> None:
+def _check_one(name: str, tensor: torch.Tensor, decoder: Decoder, parameters: Mapping[str, torch.Tensor]) -> None:
     require(name in parameters, "weight", name, f"one of the decoder's {len(parameters)} parameter names")
-    want = tuple(parameters[name].shape)
+    want = decoder.whole_shape(name)
     require(tuple(tensor.shape) == want, f"{name}.shape", tuple(tensor.shape), f"{want}")
 
 

@@ -20,7 +20,7 @@ def sync(learner: GRPOLearner, engine: RolloutEngine, version: int) -> None:
     wrong = [
         name
         for name, sent in learner.weights.named_compute_weights()
-        if checksum(sent.to(held[name].dtype)) != checksum(held[name])
+        if checksum(engine.decoder.shard_of(name, sent).to(held[name].dtype)) != checksum(held[name])
     ]
     if wrong:
         names = ", ".join(wrong[:4]) + (f" and {len(wrong) - 4} more" if len(wrong) > 4 else "")

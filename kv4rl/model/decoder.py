@@ -143,15 +143,7 @@ class Decoder(nn.Module):
         """
         with torch.device("meta"):
             decoder = cls(config).to(dtype)
-        decoder.to_empty(device=device)
-        generator = torch.Generator(device).manual_seed(seed)
-        for name, parameter in decoder.named_parameters():
-            if name.endswith("bias"):
-                nn.init.zeros_(parameter)
-            elif parameter.ndim == 1:
-                nn.init.ones_(parameter)
-            else:
-                nn.init.normal_(parameter, std=config.hf.initializer_range, generator=generator)
+        fill_random(decoder.to_empty(device=device), seed)
         return decoder
 
     def fuse_projections(self) -> None:
@@ -199,9 +191,33 @@ class Decoder(nn.Module):
             accumulate = torch.promote_types(hidden.dtype, torch.float32)
             return F.linear(hidden.to(accumulate), weight.to(accumulate))
 
+    def sampling_logits(self, hidden: Tensor) -> Tensor:
+        """The logits that this process samples from: all of them, or its part of a vocabulary shared with others."""
+        return self.logits(hidden)
+
+    def whole_shape(self, name: str) -> tuple[int, ...]:
+        """Shape of a parameter in the whole model, of which a decoder may be one tensor-parallel shard."""
+        return tuple(self.get_parameter(name).shape)
+
+    def shard_of(self, name: str, tensor: Tensor) -> Tensor:
+        """This decoder's part of the whole parameter `name`: a view."""
+        return tensor
+
     def cache_shape(self) -> "CacheShape":
         """What a KV cache of this model holds."""
         from kv4rl.cache.kv_cache import CacheShape  # the cache is needed by engines only
 
         c = self.config
         return CacheShape(c.num_layers, c.query_heads, c.kv_heads, c.head_dim, self.dtype)
+
+
+def fill_random(decoder: Decoder, seed: int) -> None:
+    """Weights normal(0, initializer_range), norms one, biases zero, in place."""
+    generator = torch.Generator(decoder.device).manual_seed(seed)
+    for name, parameter in decoder.named_parameters():
+        if name.endswith("bias"):
+            nn.init.zeros_(parameter)
+        elif parameter.ndim == 1:
+            nn.init.ones_(parameter)
+        else:
+            nn.init.normal_(parameter, std=decoder.config.hf.initializer_range, generator=generator)

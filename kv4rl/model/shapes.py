@@ -4,8 +4,10 @@ import torch
 from transformers import Qwen3Config
 
 from kv4rl.config import require
+from kv4rl.model.communicator import Communicator
 from kv4rl.model.config import DecoderConfig
-from kv4rl.model.decoder import Decoder
+from kv4rl.model.decoder import Decoder, fill_random
+from kv4rl.model.tensor_parallel import empty_shard
 from kv4rl.model.weights import MODELS_DIR, load_config
 
 _QWEN3 = {
@@ -28,6 +30,20 @@ def shape_config(name: str) -> DecoderConfig:
     return load_config(name)
 
 
-def random_model(name: str, *, seed: int = 0, dtype: torch.dtype = torch.bfloat16, device="cpu") -> Decoder:
-    """Random weights at the true shape. Their values mean nothing; GEMMs, caches and kernels cost what they cost."""
-    return Decoder.random(shape_config(name), seed=seed, dtype=dtype, device=device)
+def random_model(
+    name: str,
+    *,
+    seed: int = 0,
+    dtype: torch.dtype = torch.bfloat16,
+    device="cpu",
+    communicator: Communicator | None = None,
+) -> Decoder:
+    """Random weights at the true shape, or one rank's shard of it.
+
+    Their values mean nothing; GEMMs, caches, kernels and sums cost what they cost.
+    """
+    if communicator is None:
+        return Decoder.random(shape_config(name), seed=seed, dtype=dtype, device=device)
+    shard = empty_shard(shape_config(name), communicator, dtype=dtype, device=device)
+    fill_random(shard, seed + communicator.rank)
+    return shard

@@ -1,0 +1,101 @@
+"""Sums and gathers among the ranks of one tensor-parallel group, behind one pair of methods.
+
+On a CPU gloo moves the data. On CUDA small sums go through torch's symmetric memory, two-shot and without multicast,
+inside the captured graph; large ones, and all where symmetric memory is not to be had, through NCCL.
+"""
+
+import datetime
+import os
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from kv4rl.attention.backends import explain
+from kv4rl.config import require
+
+TIMEOUT_S = 45  # a rank that waits this long for another ends with an error
+SYMMETRIC_BYTES = 16 << 20  # larger sums (prefill) go through NCCL
+BUFFERS = 2  # used in turn, so that a product may be written while a peer still reads the last sum
+
+
+def init_mesh(tensor_parallel: int, device_type: str = "cuda") -> DeviceMesh:
+    """The mesh (dp, tp) over all processes that torchrun started; joins them if that has not happened yet.
+
+    Raises `ValueError` if the processes do not make whole groups. A process that dies ends the others within
+    `TIMEOUT_S`: their next sum fails.
+    """
+    if not dist.is_initialized():
+        backend, device = "gloo", None
+        if device_type == "cuda":
+            backend, device = "nccl", torch.device("cuda", int(os.environ["LOCAL_RANK"]))
+            torch.cuda.set_device(device)
+        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=TIMEOUT_S), device_id=device)
+    world = dist.get_world_size()
+    whole = tensor_parallel >= 1 and world % tensor_parallel == 0
+    require(whole, "tensor_parallel", tensor_parallel, f"a divisor of the {world} processes started")
+    shape = (world // tensor_parallel, tensor_parallel)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("dp", "tp"))
+
+
+class Communicator:
+    """One rank of a tensor-parallel group. Every rank makes the same calls in the same order."""
+
+    def __init__(self, group: dist.ProcessGroup):
+        self.group = group
+        self.rank, self.size = dist.get_rank(group), dist.get_world_size(group)
+
+    def out(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """Where to write what `all_reduce` shall sum."""
+        return torch.empty(tuple(shape), dtype=dtype, device=device)
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        """The sum over all ranks, in place; the result may be overwritten by the second call after this one."""
+        dist.all_reduce(x, group=self.group)
+        return x
+
+    def all_gather(self, x: torch.Tensor) -> torch.Tensor:
+        """x of every rank, [size, *x.shape], by rank."""
+        gathered = x.new_empty((self.size * x.shape[0], *x.shape[1:]))
+        dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.group)
+        return gathered.view(self.size, *x.shape)
+
+
+class SymmetricCommunicator(Communicator):
+    """Sums in symmetric memory: each rank adds up its share of the buffer over all peers, then fetches the others'."""
+
+    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+        super().__init__(group)
+        os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
+        from torch.distributed import _symmetric_memory as symmetric
+
+        self._buffers = [symmetric.empty(SYMMETRIC_BYTES, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
+        for buffer in self._buffers:
+            symmetric.rendezvous(buffer, group.group_name)
+        self._next = 0
+
+    def out(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        size = torch.Size(shape).numel() * dtype.itemsize
+        if size > SYMMETRIC_BYTES or size % (16 * self.size) or dtype not in (torch.bfloat16, torch.float32):
+            return super().out(shape, dtype, device)
+        self._next = (self._next + 1) % BUFFERS
+        return self._buffers[self._next][:size].view(dtype).view(tuple(shape))
+
+    def all_reduce(self, x: torch.Tensor) -> torch.Tensor:
+        ours = any(x.data_ptr() == buffer.data_ptr() for buffer in self._buffers)
+        if not ours:
+            return super().all_reduce(x)
+        return torch.ops.symm_mem.two_shot_all_reduce_(x, "sum", self.group.group_name)
+
+
+def make_communicator(mesh: DeviceMesh) -> Communicator:
+    """The communicator of this process's group in the mesh's `tp` dimension."""
+    group = mesh.get_group("tp")
+    if mesh.device_type != "cuda" or dist.get_world_size(group) == 1:
+        return Communicator(group)
+    try:
+        return SymmetricCommunicator(group, torch.device("cuda", torch.cuda.current_device()))
+    except RuntimeError as reason:
+        explain(f"sums go through NCCL, since symmetric memory is not available: {reason}")
+        return Communicator(group)
