@@ -1,0 +1,192 @@
+"""Decode replay (§B.4, Table A3, Figs. 3b, A2, A3b,d): one model's decode step at fixed states, format by format.
+
+Timed: the captured forward with tensor-parallel sums and argmax, conversions included; not timed: prefill, scheduling,
+stochastic sampling. Weights are random at the true shape, no file is read: their values change no kernel's work. Every
+arm runs the same states: samples in blocks within one process after warm-up, aggregated by Eq. A2 (means), or over
+heterogeneous vectors by summed medians (§B.5). The BF16 arm runs FlashInfer's fa2 tensor-core decode; `bf16_repeat`
+runs it once more at the end, and the card shows how far the two differ.
+
+    python -m kv4rl.bench replay --model qwen3-4b --tp 1
+    torchrun --nproc-per-node 2 -m kv4rl.bench replay --model qwen3-8b --tp 2
+"""
+
+import argparse
+import contextlib
+import gc
+import json
+import statistics
+from collections.abc import Iterable, Sequence
+
+import torch
+import torch.distributed as dist
+
+from kv4rl.bench.replay_arm import ARMS, WINDOWS, Replay
+from kv4rl.bench.replay_states import State, aggregate, heterogeneous, ragged_aggregate, table_a3, uniform
+from kv4rl.bench.weight_arms import PRODUCTS, quantised_weights
+from kv4rl.cache.main_cache import pages_for
+from kv4rl.cache.memory_plan import page_bytes, side_bytes
+from kv4rl.config import require
+from kv4rl.model.communicator import init_mesh, make_communicator
+from kv4rl.model.decoder import Decoder
+from kv4rl.model.shapes import SHAPES, random_model
+from kv4rl.results import result_row, write_rows
+
+TABLE_ARMS = ("bf16", "kv8", "kv4", "kv4rl", "fp8_kv", "w8a8", "w4a16", "bf16_repeat")
+RAGGED_ARMS = ("bf16", "kv8", "kv4", *(f"kv4rl_w{window}" for window in WINDOWS), "kv4rl")
+CPU_ARMS = ("bf16", "kv8", "kv4", "kv4rl")
+WORKSPACE_BYTES = 6e9  # logits, activations, FlashInfer's workspace, graphs
+
+Times = dict[str, dict[State, list[float]]]  # arm -> state -> samples in ms
+
+
+def fitting(decoder: Decoder, arm: str, states: Iterable[State], hbm_bytes: float) -> list[State]:
+    """The states whose pages fit beside the model in `hbm_bytes`; TP1 leaves the largest out."""
+    kv, shape = ARMS[arm], decoder.cache_shape()
+    left = hbm_bytes - WORKSPACE_BYTES - sum(parameter.nbytes for parameter in decoder.parameters())
+    fits = []
+    for state in states:
+        pages = sum(map(pages_for, state.contexts))
+        if pages * page_bytes(kv, shape) + side_bytes(kv, shape, len(state.contexts)) <= left:
+            fits.append(state)
+    return fits
+
+
+def measure(decoder: Decoder, arm: str, states: Sequence[State], options: argparse.Namespace) -> dict:
+    """State -> samples of one arm: `blocks` rounds over the states, so that a drift reaches all of them."""
+    samples: dict[State, list[float]] = {state: [] for state in states}
+    with quantised_weights(decoder, arm) if arm in PRODUCTS else contextlib.nullcontext():
+        replay = Replay(arm, decoder, states)
+        for _ in range(options.blocks):
+            for state in states:
+                samples[state] += replay.time(state, options.samples // options.blocks, options.warmups)
+        del replay
+    gc.collect()
+    if decoder.device.type == "cuda":
+        torch.cuda.empty_cache()
+    return samples
+
+
+def state_ms(state: State, samples: Sequence[float]) -> float:
+    """What a state counts with: the mean in Eq. A2, the median among heterogeneous vectors (§B.4, §B.5)."""
+    return statistics.median(samples) if state.group.startswith("ragged") else statistics.fmean(samples)
+
+
+def aggregates(times: Times, base: str = "bf16") -> dict[tuple[str, str], float]:
+    """(arm, group) -> speedup over `base`, over the states that both have, all or none of the group's."""
+    made = {}
+    for arm, samples in times.items():
+        for group in dict.fromkeys(state.group for state in samples):
+            states = [state for state in samples if state.group == group]
+            if all(state in times.get(base, {}) for state in states):
+                own = [state_ms(state, samples[state]) for state in states]
+                reference = [state_ms(state, times[base][state]) for state in states]
+                made[arm, group] = (ragged_aggregate if group.startswith("ragged") else aggregate)(reference, own)
+    return made
+
+
+def rows(times: Times, whole: set[str], model: str) -> list[dict]:
+    """CSV rows: each state's time; speedup, and share of KV4's throughput, of each group that was run whole."""
+    made, about = [], {"experiment": "replay", "model": model}
+    for arm, samples in times.items():
+        for state, taken in samples.items():
+            low, *_, high = statistics.quantiles(taken, n=20) if len(taken) > 1 else (taken[0], taken[0])
+            given = {"metric": "decode_replay_ms", "unit": "ms", "value": state_ms(state, taken)}
+            shape = f"{state.group}/{state.name}"
+            made.append(result_row(**about, arm=arm, shape=shape, **given, low=low, high=high, n=len(taken)))
+    speedups = aggregates(times)
+    for (arm, group), value in speedups.items():
+        if group in whole:
+            made.append(result_row(**about, arm=arm, shape=group, metric="speedup_vs_bf16", unit="x", value=value))
+            if arm.startswith("kv4rl") and ("kv4", group) in speedups:
+                share = value / speedups["kv4", group]
+                made.append(result_row(**about, arm=arm, shape=group, metric="retention_vs_kv4", unit="x", value=share))
+    return made
+
+
+def states_of(options: argparse.Namespace) -> list[State]:
+    """What the options ask for: states given by hand, or the model's part of Table A3 and of §B.5."""
+    if options.shapes:
+        pairs = [shape.split("x") for shape in options.shapes]
+        ok = all(len(pair) == 2 and all(part.isdigit() for part in pair) for pair in pairs)
+        require(ok, "shapes", options.shapes, "batch x context, e.g. 640x874")
+        return [uniform("given", int(batch), int(context)) for batch, context in pairs]
+    require(options.model in SHAPES, "model", options.model, f"one of {', '.join(SHAPES)}, or --shapes of its own")
+    size = options.model.removeprefix("qwen3-")
+    states = table_a3(size) if "table" in options.parts else []
+    if options.checkpoints:
+        states = [state for state in states if state.group in options.checkpoints]
+    return states + (heterogeneous(size) if "ragged" in options.parts else [])
+
+
+def arms_of(options: argparse.Namespace, state: State, device: str) -> Sequence[str]:
+    if options.arms:
+        return options.arms
+    if device == "cpu":
+        return CPU_ARMS
+    return RAGGED_ARMS if state.group.startswith("ragged") else TABLE_ARMS
+
+
+def run(options: argparse.Namespace, decoder: Decoder, say) -> tuple[Times, set[str]]:
+    """Every arm over its states; the times, and the groups whose states all fitted in every arm."""
+    states, times, partial = states_of(options), {}, set()
+    arms = dict.fromkeys(arm for state in states for arm in arms_of(options, state, options.device))
+    for arm in arms:
+        asked = [state for state in states if arm in arms_of(options, state, options.device)]
+        chosen = fitting(decoder, arm, asked, options.hbm_gb * 1e9)
+        partial |= {state.group for state in set(asked) - set(chosen)}
+        if not chosen:
+            say(f"{arm:>12} none of {len(asked)} states fits in {options.hbm_gb:g} GB")
+            continue
+        times[arm] = measure(decoder, arm, chosen, options)
+        for (name, group), value in aggregates(times).items():
+            if name == arm:
+                count = sum(state.group == group for state in times[arm])
+                total = sum(state_ms(s, t) for s, t in times[arm].items() if s.group == group)
+                say(f"{arm:>12} {group:>10} {count:>3} states {total:9.3f} ms  {value:6.3f}x of bf16")
+    return times, {state.group for state in states} - partial
+
+
+def parse(arguments: list[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m kv4rl.bench replay", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--model", default="qwen3-4b", help=f"{', '.join(SHAPES)} (random weights), or a shipped one")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs a model is split over: start as many with torchrun")
+    parser.add_argument("--parts", nargs="+", default=["table", "ragged"], choices=("table", "ragged"))
+    parser.add_argument("--checkpoints", nargs="+", default=[], help="of Table A3, e.g. 4B-300; default all")
+    parser.add_argument("--arms", nargs="+", default=[], choices=tuple(ARMS), help="default: the paper's of each part")
+    parser.add_argument("--shapes", nargs="+", default=[], help="batch x context instead, e.g. 640x874")
+    parser.add_argument("--samples", type=int, default=90, help="a state (§B.4)")
+    parser.add_argument("--blocks", type=int, default=3)
+    parser.add_argument("--warmups", type=int, default=10, help="before each block of a state (§B.5)")
+    parser.add_argument("--hbm-gb", type=float, default=138.0, help="memory of a GPU, GB of 1e9 bytes")
+    parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--out", default="replay.csv", help="CSV under data/results, or a path")
+    options = parser.parse_args(arguments)
+    require(options.blocks >= 1, "blocks", options.blocks, "an integer >= 1")
+    require(options.samples >= options.blocks, "samples", options.samples, f"at least one a block ({options.blocks})")
+    return options
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
+    communicator = None
+    if options.tp > 1:
+        communicator = make_communicator(init_mesh(options.tp, options.device))
+    first = communicator is None or communicator.rank == 0
+    say = print if first else lambda text: None
+    decoder = random_model(options.model, device=options.device, communicator=communicator)
+    say(f"card: {options.model} tp{options.tp}, random weights at the true shape, {options.samples} samples a state")
+    times, whole = run(options, decoder, say)
+    model = options.model if options.tp == 2 else f"{options.model}-tp{options.tp}"
+    if first:
+        path = write_rows(options.out, rows(times, whole, model))
+        found = {f"{arm} {group}": round(value, 4) for (arm, group), value in aggregates(times).items()}
+        say(json.dumps({"experiment": "replay", "model": model, "file": str(path), "speedup_vs_bf16": found}))
+    if communicator is not None:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,164 @@
+"""`bench replay`: its states, Eq. A2, and every part of it that a CPU can run."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from torch import nn
+
+from kv4rl.bench.__main__ import main
+from kv4rl.bench.replay import aggregates, fitting, rows
+from kv4rl.bench.replay_arm import ARMS, GREEDY, Replay, argmax
+from kv4rl.bench.replay_states import (
+    HETEROGENEOUS,
+    aggregate,
+    heterogeneous,
+    occupied_contexts,
+    ragged_aggregate,
+    table_a3,
+    uniform,
+)
+from kv4rl.bench.weight_arms import PRODUCTS, quantised_weights, scaled_product
+from kv4rl.cache.batch import DecodeBatch
+from kv4rl.engine.sampler import NoiseKeys, Sampling, sample
+from kv4rl.model.decoder import Decoder
+from kv4rl.model.shapes import random_model, shape_config
+from kv4rl.results import read_rows
+from kv4rl.theory.lengths import LengthDistribution
+
+SMALL = "replay --device cpu --model mini-qwen3 --shapes 3x20 2x40 --samples 4 --blocks 2 --warmups 1".split()
+
+
+def test_replay_times_every_state_and_aggregates_by_eq_a2(tmp_path, capsys):
+    out = tmp_path / "replay.csv"
+    main([*SMALL, "--arms", "bf16", "kv4", "kv4rl", "--out", str(out)])
+    found = {(row["arm"], row["shape"], row["metric"]): float(row["value"]) for row in read_rows(out)}
+    ms = {
+        arm: [found[arm, f"given/{name}", "decode_replay_ms"] for name in ("3x20", "2x40")] for arm in ("bf16", "kv4")
+    }
+    by_hand = 1 / (0.5 * ms["kv4"][0] / ms["bf16"][0] + 0.5 * ms["kv4"][1] / ms["bf16"][1])
+    assert found["kv4", "given", "speedup_vs_bf16"] == pytest.approx(by_hand, rel=1e-4)
+    assert found["bf16", "given", "speedup_vs_bf16"] == 1
+    share = found["kv4rl", "given", "speedup_vs_bf16"] / found["kv4", "given", "speedup_vs_bf16"]
+    assert found["kv4rl", "given", "retention_vs_kv4"] == pytest.approx(share, rel=1e-4)
+    assert {row["n"] for row in read_rows(out) if row["metric"] == "decode_replay_ms"} == {"4"}
+    printed = capsys.readouterr().out
+    assert "random weights" in printed
+    assert json.loads(printed.splitlines()[-1])["speedup_vs_bf16"]["kv4 given"] == pytest.approx(by_hand, rel=1e-3)
+
+
+def test_aggregates_are_harmonic_for_table_states_and_summed_for_ragged_ones():
+    assert aggregate([2.0, 4.0], [1.0, 4.0]) == pytest.approx(2 / (0.5 + 1))
+    assert ragged_aggregate([2.0, 4.0], [1.0, 4.0]) == pytest.approx(6 / 5)
+    one, two, mixed = uniform("4B-100", 2, 3), uniform("4B-100", 3, 3), uniform("ragged-4B", 1, 9)
+    times = {"bf16": {one: [2.0, 4.0], two: [4.0], mixed: [1.0, 1.0, 10.0]}, "kv4": {one: [1.0], mixed: [0.5]}}
+    found = aggregates(times)
+    assert found["kv4", "4B-100"] == 3.0 and found["kv4", "ragged-4B"] == 2.0 and found["bf16", "4B-100"] == 1.0
+    made = {(r["arm"], r["shape"], r["metric"]) for r in rows(times, {"ragged-4B"}, "qwen3-4b")}
+    assert ("kv4", "ragged-4B", "speedup_vs_bf16") in made
+    assert ("kv4", "4B-100", "speedup_vs_bf16") not in made, "a group with a state left out has no aggregate"
+
+
+@pytest.mark.parametrize("size", ["4b", "8b"])
+def test_states_are_the_published_ones(size):
+    table, mixed = table_a3(size), heterogeneous(size)
+    assert len(table) == 15 and len({state.group for state in table}) == 3
+    assert any(state.name == {"4b": "640x1463", "8b": "368x3461"}[size] for state in table)
+    count, _, rows_range, means = HETEROGENEOUS[size]
+    assert len(mixed) == count and mixed == heterogeneous(size)
+    for state in mixed:
+        assert rows_range[0] <= len(state.contexts) <= rows_range[1]
+        assert means[0] * 0.99 <= np.mean(state.contexts) <= means[1] * 1.01
+        assert np.std(state.contexts) > 0.4 * np.mean(state.contexts)
+
+
+def test_occupied_contexts_have_the_mean_of_a4():
+    law, prompts = LengthDistribution.lognormal(100, 0.7, cap=1000), LengthDistribution.deterministic(50)
+    drawn = occupied_contexts(law, prompts, 20000, np.random.default_rng(1))
+    expected = 50 + 1 + (law.moment(2) - law.mean) / (2 * law.mean)  # with the token being written
+    assert abs(drawn.mean() - expected) < 5 * drawn.std() / len(drawn) ** 0.5
+
+
+@pytest.mark.parametrize("arm", ["bf16", "kv8", "kv4", "kv4_p8", "kv4rl_w16"])
+def test_a_replayed_step_is_a_decode_step_of_that_state(arm):
+    decoder, state = random_model("mini-qwen3", dtype=torch.float32), uniform("given", 5, 37)
+    replay = Replay(arm, decoder, [state, uniform("given", 2, 90)])
+    assert replay.cache.main.storage[2].any() and len(replay.time(state, 2, 1)) == 2
+    table, slots = replay._table(state), np.arange(5)
+    assert len(set(table.rows(slots).ravel())) == 15, "every request has pages of its own"
+    none = np.zeros(5, dtype=np.int64)
+    with torch.inference_mode():
+        drawn = replay.step.run(replay.step.load(table, slots, none, none), GREEDY)
+        batch = DecodeBatch(*(torch.from_numpy(x) for x in (table.rows(slots), table.context[slots], slots)))
+        read = lambda layer, q, k, v: replay.cache.decode(layer, q, batch)  # the step has written already
+        hidden = decoder(torch.from_numpy(table.last_token[slots]), batch.context_tokens - 1, read)
+        assert drawn[0].tolist() == decoder.logits(hidden).argmax(-1).tolist()
+
+
+def test_argmax_is_greedy_sampling_without_its_probabilities():
+    logits = torch.randn(50, 32, generator=torch.Generator().manual_seed(0))
+    keys = NoiseKeys(torch.zeros(50, dtype=torch.int64), torch.zeros(50, dtype=torch.int64))
+    tokens, _ = argmax(random_model("mini-qwen3"))(logits, keys, GREEDY)
+    assert torch.equal(tokens, sample(logits, keys, Sampling(temperature=0.0))[0])
+
+
+def test_states_that_do_not_fit_one_gpu_are_left_out():
+    with torch.device("meta"):
+        decoder = Decoder(shape_config("qwen3-8b")).to(torch.bfloat16)
+    states = table_a3("8b")
+    bf16, kv4 = (fitting(decoder, arm, states, 138e9) for arm in ("bf16", "kv4"))
+    assert 0 < len(bf16) < len(states) == len(kv4)
+    assert uniform("8B-400", 368, 3461) not in bf16
+
+
+def test_w8a8_products_are_within_e4m3_rounding():
+    generator = torch.Generator().manual_seed(2)
+    weight, x = (torch.randn(n, 64, generator=generator).bfloat16() for n in (48, 32))
+    try:
+        out = scaled_product(weight)(x)
+    except (RuntimeError, NotImplementedError) as reason:
+        pytest.skip(f"no row-wise torch._scaled_mm on this CPU: {str(reason)[:80]}")
+    exact = x.double() @ weight.double().t()
+    # Two operands rounded to four significant bits: each errs by 2^-4 of its size at most.
+    assert (out.double() - exact).norm() <= 2 * 2**-4 * exact.norm()
+
+
+def test_quantised_weights_are_undone_and_used_in_every_layer(monkeypatch):
+    used = []
+
+    def make(weight):
+        return lambda x: used.append(tuple(weight.shape)) or nn.functional.linear(x, weight)
+
+    monkeypatch.setitem(PRODUCTS, "w8a8", make)
+    decoder, state = random_model("mini-qwen3", dtype=torch.float32), uniform("given", 3, 20)
+    before = dict(decoder.named_parameters())
+    replay = Replay("bf16", decoder, [state])
+    none, slots = np.zeros(3, dtype=np.int64), np.arange(3)
+    size = replay.step.load(replay._table(state), slots, none, none)
+    with torch.inference_mode():
+        plain = replay.step.run(size, GREEDY).clone()
+        with quantised_weights(decoder, "w8a8"):
+            assert torch.equal(replay.step.run(size, GREEDY), plain)
+        assert len(used) == 4 * decoder.config.num_layers
+        assert torch.equal(replay.step.run(size, GREEDY), plain) and len(used) == 4 * decoder.config.num_layers
+    assert {name: p is before[name] for name, p in decoder.named_parameters()} == dict.fromkeys(before, True)
+
+
+def test_arms_cover_the_papers_figures():
+    assert {"bf16", "kv8", "kv4", "kv4rl", "fp8_kv", "w8a8", "w4a16", "kv4rl_w16", "kv4rl_w512"} <= set(ARMS)
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shapes", "3x"], r"shapes=\['3x'\]: expected batch x context"),
+        (["--shapes", "0x4"], "shape='0x4': expected at least 1x1"),
+        (["--samples", "1"], r"samples=1: expected at least one a block \(2\)"),
+    ],
+)
+def test_bad_input_is_refused_by_name(words, message):
+    with pytest.raises(ValueError, match=message):
+        main([*SMALL, *words])
+    with pytest.raises(ValueError, match="model='mini-qwen3': expected one of qwen3-4b, qwen3-8b"):
+        main(["replay", "--device", "cpu", "--model", "mini-qwen3"])
