@@ -54,8 +54,9 @@ def _add_kl_by_width(figure: go.Figure, grid: Grid, chosen: Point) -> None:
     names = [str(recent) for recent in grid.recents]
     for sink in grid.sinks:
         y = [grid.at(sink, recent).kl for recent in grid.recents]
-        line = {"line": {"color": OTHERS, "width": 1.5}, "mode": "lines", "name": f"s = {sink}"}
-        figure.add_trace(go.Scatter(x=names, y=y, **line), row=1, col=1)
+        label = [""] * (len(names) - 1) + ["s = 0" if sink == 0 else ""]
+        line = {"line": {"color": OTHERS, "width": 1.5}, "mode": "lines+text", "textposition": "top left"}
+        figure.add_trace(go.Scatter(x=names, y=y, text=label, name=f"s = {sink}", **line), row=1, col=1)
     points = [grid.at(chosen.sink, recent) for recent in grid.recents]
     bars = {
         "type": "data", "symmetric": False, "thickness": 1.5, "array": [point.high - point.kl for point in points],
