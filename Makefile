@@ -4,10 +4,6 @@ PYTHON ?= $(firstword $(foreach p,python3 python3.12 python3.11,$(shell $(p) -c 
 VENV := .venv
 RUN := $(VENV)/bin/python
 
-# A kernel that shows widgets sometimes waits for a message that its client has sent (jupyter_client over ZMQ; both sides
-# idle): such a cell ends at the time limit and its notebook runs again. A notebook that is wrong fails every time.
-NBMAKE := $(RUN) -m pytest --nbmake --nbmake-timeout=90 notebooks
-
 .PHONY: replicate test lab figures clean
 
 replicate: $(VENV)/installed
@@ -17,7 +13,7 @@ test: $(VENV)/installed
 	$(RUN) -m ruff check .
 	$(RUN) -m ruff format --check .
 	$(RUN) -m pytest tests
-	$(NBMAKE) || $(NBMAKE) --last-failed || $(NBMAKE) --last-failed
+	$(RUN) -m pytest --nbmake --nbmake-timeout=90 notebooks
 
 lab: $(VENV)/installed
 	$(RUN) -m jupyterlab notebooks/00_start_here.ipynb

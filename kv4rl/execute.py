@@ -11,7 +11,6 @@ from pathlib import Path
 
 import nbformat
 from nbclient import NotebookClient
-from nbclient.exceptions import CellTimeoutError
 
 from kv4rl.chromium import find_chromium
 from kv4rl.cli import one_sentence
@@ -25,18 +24,13 @@ def execute(path: Path, output: Path, *, parameters: dict | None = None, timeout
     """Run the notebook at `path` and write it, executed and cleaned, to `output`; returns the seconds it took.
 
     `parameters` replace those of the cell tagged `parameters`. Raises nbclient's CellExecutionError, with the cell's
-    traceback, if a cell fails, and CellTimeoutError if one takes longer than `timeout_s` twice: once may be a kernel
-    with widgets and its client waiting for each other, which a second run does not repeat. ValueError for a parameter
-    the notebook does not have.
+    traceback, if a cell fails, CellTimeoutError if one takes longer than `timeout_s`, ValueError for a parameter the
+    notebook does not have, RuntimeError for a notebook that draws into an Output widget.
     """
     started = time.perf_counter()
-    try:
-        notebook = run(path, parameters, timeout_s)
-    except CellTimeoutError as error:
-        print(f"{path.name}: a cell took more than {timeout_s} s, running it again ({str(error).splitlines()[0]})")
-        notebook = run(path, parameters, timeout_s)
+    notebook = run(path, parameters, timeout_s)
     seconds = time.perf_counter() - started
-    fail_on_hidden_errors(notebook, path)
+    refuse_output_widgets(notebook, path)
     clean(notebook)
     output.parent.mkdir(parents=True, exist_ok=True)
     nbformat.write(notebook, output)
@@ -67,13 +61,12 @@ def set_parameters(notebook, parameters: dict) -> None:
     cell.source = "\n".join(lines)
 
 
-def fail_on_hidden_errors(notebook, path: Path) -> None:
-    """Errors raised inside widget callbacks hide in Output widgets (ipywidgets #3208): find them and raise."""
+def refuse_output_widgets(notebook, path: Path) -> None:
+    """Raise RuntimeError for a notebook with an Output widget (`interactive_output` makes one): it hides the errors of
+    its callbacks (ipywidgets #3208), and answering it can stall a cell (`kv4rl.viz.live` says how)."""
     widgets = notebook.metadata.get("widgets", {}).get("application/vnd.jupyter.widget-state+json", {})
-    for model in widgets.get("state", {}).values():
-        for output in model.get("state", {}).get("outputs", []) if model.get("model_name") == "OutputModel" else []:
-            if output.get("output_type") == "error":
-                raise RuntimeError(f"{path.name}: a widget callback raised {output['ename']}: {output['evalue']}")
+    if any(model.get("model_name") == "OutputModel" for model in widgets.get("state", {}).values()):
+        raise RuntimeError(f"{path.name} draws into an Output widget: use kv4rl.viz.live.Explorer")
 
 
 def clean(notebook) -> None:

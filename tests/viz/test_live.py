@@ -1,5 +1,7 @@
 """Explorers: what their figures take over, what they refuse, and that they ask nothing of nbclient."""
 
+import re
+
 import ipywidgets as widgets
 import nbformat
 import plotly.graph_objects as go
@@ -66,6 +68,12 @@ def test_a_cell_with_an_explorer_has_nbclient_send_nothing(monkeypatch):
     notebook = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(CELL)])
     NotebookClient(notebook, timeout=120, kernel_name="python3").execute()
     assert VIEW in notebook.cells[0].outputs[-1].data and sent == []
+
+
+def test_nothing_here_draws_into_an_output_widget():
+    sources = [*(REPOSITORY / "kv4rl").rglob("*.py"), *(REPOSITORY / "notebooks").glob("*.ipynb")]
+    words = re.compile(r"\b(interact(ive|ive_output|_manual)?|widgets\.Output|Output)\(")
+    assert len(sources) > 50 and [path.name for path in sources if words.search(path.read_text())] == []
 
 
 @pytest.mark.parametrize("path", sorted((REPOSITORY / "notebooks").glob("*.ipynb")), ids=lambda path: path.stem)
