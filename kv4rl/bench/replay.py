@@ -25,6 +25,7 @@ from kv4rl.bench.replay_states import State, aggregate, heterogeneous, ragged_ag
 from kv4rl.bench.weight_arms import PRODUCTS, quantised_weights
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.cache.memory_plan import page_bytes, side_bytes
+from kv4rl.cli import one_sentence
 from kv4rl.config import require
 from kv4rl.model.communicator import init_mesh, make_communicator
 from kv4rl.model.decoder import Decoder
@@ -164,8 +165,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", default="replay.csv", help="CSV under data/results, or a path")
     options = parser.parse_args(arguments)
-    require(options.blocks >= 1, "blocks", options.blocks, "an integer >= 1")
-    require(options.samples >= options.blocks, "samples", options.samples, f"at least one a block ({options.blocks})")
+    with one_sentence("kv4rl.bench replay"):
+        require(options.blocks >= 1, "blocks", options.blocks, "an integer >= 1")
+        least = f"at least one a block ({options.blocks})"
+        require(options.samples >= options.blocks, "samples", options.samples, least)
     return options
 
 
@@ -175,8 +178,10 @@ def main(arguments: list[str] | None = None) -> None:
     if options.tp > 1:
         communicator = make_communicator(init_mesh(options.tp, options.device))
     first = communicator is None or communicator.rank == 0
-    say = print if first else lambda text: None
-    decoder = random_model(options.model, device=options.device, communicator=communicator)
+    say = (lambda text: print(text, flush=True)) if first else (lambda text: None)
+    with one_sentence("kv4rl.bench replay"):
+        states_of(options)
+        decoder = random_model(options.model, device=options.device, communicator=communicator)
     say(f"card: {options.model} tp{options.tp}, random weights at the true shape, {options.samples} samples a state")
     times, whole = run(options, decoder, say)
     model = options.model if options.tp == 2 else f"{options.model}-tp{options.tp}"

@@ -8,20 +8,29 @@ Two comparisons on one engine (one replica; T is its share of the quota):
   (execution and capacity together), then BF16's pages (execution alone); the quotient is the capacity's share.
 
 Lengths are forced to a fit of `rollout/fits.py`, so weights may be random: `--model qwen3-4b` and `qwen3-8b` build the
-true shape without any file. `--shrink` divides all lengths, for small models.
+true shape without any file. `--shrink` divides all lengths, for small models. On CUDA the unquantised arm decodes
+through FlashInfer, and every batch bucket is captured before the first collection.
+
+    python -m kv4rl.bench rollout --model qwen3-4b --fits 4B-300
+    torchrun --nproc-per-node 2 -m kv4rl.bench rollout --model qwen3-8b --fits 8B-400 --tp 2
 """
 
 import argparse
+import gc
 import json
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
+import torch.distributed as dist
 
-from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig, require
+from kv4rl.cli import one_sentence
+from kv4rl.config import PAGE_TOKENS, PRECISIONS, KVConfig, RolloutConfig, require
 from kv4rl.engine.engine import RolloutEngine
+from kv4rl.engine.flashinfer import FlashInferBackend
 from kv4rl.engine.memory import plan_engine
+from kv4rl.model.communicator import init_mesh, make_communicator
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.shapes import SHAPES, random_model
 from kv4rl.results import result_row, write_rows
@@ -29,7 +38,7 @@ from kv4rl.rollout.fits import FITS, fit
 from kv4rl.rollout.forced import RandomPrompts, shrunk
 from kv4rl.rollout.paper_traces import ratios
 from kv4rl.rollout.partial import PartialCollector
-from kv4rl.rollout.simulator import summarize
+from kv4rl.rollout.simulator import TraceSummary, summarize
 from kv4rl.rollout.sync import SyncCollector
 from kv4rl.rollout.trace import Trace
 from kv4rl.rollout.workload import Workload
@@ -68,18 +77,17 @@ class Setting:
 
 @dataclass(frozen=True)
 class Outcome:
-    """One arm: metric -> value, and the seconds of each measured collection."""
+    """One arm: metric -> value, the seconds of each measured collection, and the means behind Fig. 2."""
 
     metrics: dict[str, float]
     seconds: list[float]
+    summary: TraceSummary | None = None
 
 
 def run(setting: Setting, collector: str, precision: str, pages: int) -> Outcome:
     """Roll one arm out: the same prompts and lengths in every arm, the policy frozen over simulated updates."""
     config = replace(setting.rollout, collector=collector, cache_pages=pages)
-    engine = RolloutEngine(
-        setting.decoder, KVConfig(precision), config, eos_token_ids=(EOS,), forced_lengths=setting.workload
-    )
+    engine = _engine(setting, precision, config)
     prompts = RandomPrompts(setting.workload, setting.decoder.config.vocab_size)
     trace = DeviceTrace()
     kind = COLLECTORS[collector]
@@ -87,24 +95,34 @@ def run(setting: Setting, collector: str, precision: str, pages: int) -> Outcome
     seconds = []
     for version in range(1, setting.warmup + setting.collections + 1):
         seconds.append(collecting.collect().stats.collection_s)
-        engine.update_weights(setting.decoder.named_parameters(), version)  # onto themselves: only the version moves
+        engine.policy_version = version  # a simulated update: the policy stays frozen, ages grow (§B.3)
     engine.check_drained()
     measured = range(setting.warmup, setting.warmup + setting.collections)
-    return Outcome(_metrics(trace, measured, engine.bytes_per_page, pages), seconds[setting.warmup :])
-
-
-def _metrics(trace: Trace, measured: range, bytes_per_page: int, pages: int) -> dict[str, float]:
     summary = summarize(trace, measured)
-    return {
+    metrics = {
         "active_requests": summary.active_requests,
-        "resident_kv_bytes": summary.context_tokens * bytes_per_page / 16,
+        "resident_kv_bytes": summary.context_tokens * engine.bytes_per_page / PAGE_TOKENS,
         "decode_step_ms": summary.step_ms,
         "decode_tokens_per_s": summary.tokens_per_second,
         "calls_per_interval": summary.calls_per_interval,
         "preemptions": float(trace.column("preemptions")[np.isin(trace.column("collection"), measured)].sum()),
         "cache_pages": float(pages),
-        "_summary": summary,
     }
+    return Outcome(metrics, seconds[setting.warmup :], summary)
+
+
+def _engine(setting: Setting, precision: str, config: RolloutConfig) -> RolloutEngine:
+    """The engine of one arm; the memory of the one before is given back first."""
+    gc.collect()
+    if setting.decoder.device.type == "cuda":
+        torch.cuda.empty_cache()
+    engine = RolloutEngine(
+        setting.decoder, KVConfig(precision), config, eos_token_ids=(EOS,), forced_lengths=setting.workload
+    )
+    if precision == "bf16" and engine.cache.backend.name == "cuda":
+        engine.cache.backend = FlashInferBackend(engine.cache)
+    engine.capture()
+    return engine
 
 
 def schedulers(setting: Setting) -> dict[str, Outcome]:
@@ -148,20 +166,16 @@ def rows(shape: str, model: str, setting: Setting, traces: dict, found: dict) ->
         bounds = {"low": float(per.min()), "high": float(per.max()), "n": len(per)}
         given = {"arm": arm, "metric": f"collection_s{suffix}", "unit": "s", "value": float(per.mean())}
         made.append(result_row(**about, **given, **bounds))
-        for metric, value in _public(outcome).items():
+        for metric, value in outcome.metrics.items():
             given = {"arm": arm, "metric": metric + suffix, "unit": UNITS[metric], "value": value}
             made.append(result_row(**about, **given, n=setting.collections))
     if traces:
-        summaries = {name: outcome.metrics["_summary"] for name, outcome in traces.items()}
+        summaries = {name: outcome.summary for name, outcome in traces.items()}
         for metric, value in ratios(**summaries).items():
             made.append(result_row(**about, arm="partial_over_sync", metric=metric, unit="x", value=value))
     for arm, values in gains(found).items():
         made += [result_row(**about, arm=arm, metric=m, unit="x", value=v) for m, v in values.items()]
     return made
-
-
-def _public(outcome: Outcome) -> dict[str, float]:
-    return {name: value for name, value in outcome.metrics.items() if not name.startswith("_")}
 
 
 def table(title: str, outcomes: dict) -> str:
@@ -200,7 +214,10 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="mini-qwen3", help=f"{', '.join(SHAPES)} (random weights) or a shipped one")
     parser.add_argument("--fits", nargs="+", default=["4B-300", "8B-400"], choices=tuple(FITS))
     parser.add_argument("--shrink", type=float, default=1.0 if cuda else 32.0, help="divide all lengths by this")
-    parser.add_argument("--hbm-gb", type=float, default=130.0 if cuda else 0.06, help="memory budget, GB of 1e9 bytes")
+    parser.add_argument("--tp", type=int, default=1, help="GPUs a model is split over: start as many with torchrun")
+    parser.add_argument(
+        "--hbm-gb", type=float, default=130.0 if cuda else 0.06, help="budget of a GPU, GB of 1e9 bytes"
+    )
     parser.add_argument("--groups", type=int, default=64 if cuda else 8, help="T of this replica")
     parser.add_argument("--siblings", type=int, default=8 if cuda else 4, help="G")
     parser.add_argument("--slots", type=int, default=1024 if cuda else 64, help="active requests at most")
@@ -216,27 +233,45 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def measure(options: argparse.Namespace, name: str, setting: Setting, say) -> tuple[list[dict], dict]:
+    """Both comparisons at one fit: its rows and its gains."""
+    shape = name if options.shrink == 1 else f"{name}/{options.shrink:g}"
+    for precision in options.precisions:
+        plan = plan_engine(setting.decoder, KVConfig(precision), setting.rollout, setting.budget_bytes)
+        say(f"{shape} {precision:>6} {plan}")
+    traces = schedulers(setting) if "schedulers" in options.parts else {}
+    if traces:
+        say(table(shape, traces))
+    found = precisions(setting, options.precisions) if "precisions" in options.parts else {}
+    if found:
+        say(table(shape, found))
+    model = options.model if options.tp == 1 else f"{options.model}-tp{options.tp}"
+    return rows(shape, model, setting, traces, found), {shape: gains(found)}
+
+
 def main(arguments: list[str] | None = None) -> None:
-    options = parse(arguments)
-    decoder = random_model(options.model, device=options.device)
+    options, communicator = parse(arguments), None
+    if options.tp > 1:
+        communicator = make_communicator(init_mesh(options.tp, options.device))
+    first = communicator is None or communicator.rank == 0
+    say = (lambda text: print(text, flush=True)) if first else (lambda text: None)
+    with one_sentence("kv4rl.bench rollout"):
+        decoder = random_model(options.model, device=options.device, communicator=communicator)
+        settings = {name: make_setting(options, name, decoder) for name in options.fits}
+        for setting in settings.values():
+            for precision in options.precisions:
+                setting.pages(precision)
     weights = "random weights at the true shape" if options.model in SHAPES else "random weights"
-    print(f"card: {options.model}, {weights}, {decoder.dtype}, lengths / {options.shrink:g}, {options.device}")
-    summary = {}
-    for name in options.fits:
-        setting = make_setting(options, name, decoder)
-        shape = name if options.shrink == 1 else f"{name}/{options.shrink:g}"
-        for precision in options.precisions:
-            plan = plan_engine(decoder, KVConfig(precision), setting.rollout, setting.budget_bytes)
-            print(f"{shape} {precision:>6} {plan}")
-        traces = schedulers(setting) if "schedulers" in options.parts else {}
-        if traces:
-            print(table(shape, traces), flush=True)
-        found = precisions(setting, options.precisions) if "precisions" in options.parts else {}
-        if found:
-            print(table(shape, found), flush=True)
-        path = write_rows(options.out, rows(shape, options.model, setting, traces, found))
-        summary[shape] = gains(found)
-    print(json.dumps({"experiment": "rollout", "file": str(path), "gains": summary}))
+    say(f"card: {options.model} tp{options.tp}, {weights}, {decoder.dtype}, lengths / {options.shrink:g}")
+    summary, path = {}, options.out
+    for name, setting in settings.items():
+        made, found = measure(options, name, setting, say)
+        summary |= found
+        if first:
+            path = write_rows(options.out, made)  # at once: a run cut short keeps what it measured
+    say(json.dumps({"experiment": "rollout", "file": str(path), "gains": summary}))
+    if communicator is not None:
+        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -117,7 +117,7 @@ def test_w8a8_products_are_within_e4m3_rounding():
     weight, x = (torch.randn(n, 64, generator=generator).bfloat16() for n in (48, 32))
     try:
         out = scaled_product(weight)(x)
-    except (RuntimeError, NotImplementedError) as reason:
+    except RuntimeError as reason:
         pytest.skip(f"no row-wise torch._scaled_mm on this CPU: {str(reason)[:80]}")
     exact = x.double() @ weight.double().t()
     # Two operands rounded to four significant bits: each errs by 2^-4 of its size at most.
@@ -152,13 +152,15 @@ def test_arms_cover_the_papers_figures():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--shapes", "3x"], r"shapes=\['3x'\]: expected batch x context"),
+        (["--shapes", "3x"], "shapes=['3x']: expected batch x context"),
         (["--shapes", "0x4"], "shape='0x4': expected at least 1x1"),
-        (["--samples", "1"], r"samples=1: expected at least one a block \(2\)"),
+        (["--samples", "1"], "samples=1: expected at least one a block (2)"),
     ],
 )
-def test_bad_input_is_refused_by_name(words, message):
-    with pytest.raises(ValueError, match=message):
+def test_bad_input_ends_with_one_sentence(words, message, capsys):
+    with pytest.raises(SystemExit):
         main([*SMALL, *words])
-    with pytest.raises(ValueError, match="model='mini-qwen3': expected one of qwen3-4b, qwen3-8b"):
+    assert message in capsys.readouterr().err
+    with pytest.raises(SystemExit):
         main(["replay", "--device", "cpu", "--model", "mini-qwen3"])
+    assert "model='mini-qwen3': expected one of qwen3-4b, qwen3-8b" in capsys.readouterr().err

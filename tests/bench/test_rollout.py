@@ -47,11 +47,18 @@ def test_gains_are_quotients_of_summed_collection_times():
     assert gains({("kv4", "own pages"): Outcome({}, [1.0])}) == {}
 
 
-def test_a_budget_too_small_and_lengths_too_long_are_refused():
-    with pytest.raises(ValueError, match=r"for bf16: model 4.74 MB \(short by 3.74 MB\)"):
-        main([*SMALL, "--hbm-gb", "0.001"])
-    with pytest.raises(ValueError, match=r"shrink=2\.0: expected lengths within the model's 2048 positions"):
-        main([*SMALL, "--shrink", "2"])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--hbm-gb", "0.001"], "for bf16: model 4.74 MB (short by 3.74 MB)"),
+        (["--shrink", "2"], "shrink=2.0: expected lengths within the model's 2048 positions"),
+        (["--model", "qwen9"], "model='qwen9': expected one of qwen3-4b, qwen3-8b"),
+    ],
+)
+def test_what_cannot_be_run_ends_with_one_sentence_before_any_work(words, message, capsys):
+    with pytest.raises(SystemExit):
+        main([*SMALL, *words])
+    assert message in capsys.readouterr().err
 
 
 def test_shrunk_workloads_keep_mass_and_means():
