@@ -135,11 +135,13 @@ def test_bits_are_counted_from_bytes(tiny_decoder, precision, bits):
     assert bits_per_element(KVConfig(precision), tiny_decoder) == bits
 
 
-def test_the_command_prints_a_table_and_makes_rows(tiny_decoder, tmp_path, capsys, monkeypatch):
+@pytest.mark.parametrize("way", ["engine", "batched"])
+def test_the_command_prints_a_table_and_makes_rows(tiny_decoder, tmp_path, capsys, monkeypatch, way):
     """Its control is real: a second process loads the model again and must agree to the bit."""
     save_decoder(tiny_decoder, tmp_path, build_tokenizer())
     monkeypatch.setattr("kv4rl.fidelity.__main__.eos_token_ids", lambda model: ())  # a random model would end at once
-    rows = main(["--model", str(tmp_path), "--precisions", "kv8", "kv4", "--preset", "loop", "--no-rows"])
+    words = ["--precisions", "kv8", "kv4", "--preset", "loop", "--way", way, "--no-rows"]
+    rows = main(["--model", str(tmp_path), *words])
     by_key = {(row["arm"], row["metric"]): row for row in rows}
     assert by_key["bf16", "control_kl"]["value"] == 0.0
     assert by_key["kv4", "sampler_kl"]["shape"] == "loop" and by_key["kv4", "sampler_kl"]["n"] == 64
