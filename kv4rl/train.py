@@ -65,7 +65,7 @@ def train(
         ranks.gather(None)  # nobody reads below before the first rank has written
     lines = read_metrics(config.output_dir)
     rest = config.updates - trainer.update
-    report(f"trained {trainer.update} updates; policy in {model_dir}" + (f"; stopped {rest} early" if rest else ""))
+    report(f"trained {trainer.update} updates; policy in {model_dir}" + (f"; stopped {rest} early" if rest > 0 else ""))
     return TrainResult(Path(config.output_dir), model_dir, trainer.update, lines)
 
 

@@ -103,6 +103,12 @@ def test_a_checkpoint_of_another_version_is_refused(whole):
         train(whole)
 
 
+def test_a_finished_run_that_is_asked_for_less_stays_as_it_is(whole):
+    said = []
+    assert train(replace(whole, updates=2), said.append).updates == 4
+    assert "resuming after update 4" in said[0] and "early" not in said[1]
+
+
 def test_other_things_in_the_folder_are_left_alone(whole):
     folder = checkpoints(whole)[0].parent
     (folder / "update_backup").mkdir()
