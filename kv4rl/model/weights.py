@@ -45,10 +45,10 @@ def resolve(name: str | Path) -> Path:
     try:
         return Path(snapshot_download(str(name), allow_patterns=list(HUB_FILES)))
     except (HFValidationError, RepositoryNotFoundError) as error:
-        raise InputError(f"model={str(name)!r}: expected {places}; the hub says: {error}") from error
+        raise InputError(f"model={str(name)!r}: expected {places}; the hub says: {_line(error)}") from error
     except (HfHubHTTPError, OSError) as error:
         raise ConnectionError(
-            f"model={str(name)!r}: no such directory here, and the hub did not deliver it ({error}). Fix: allow "
+            f"model={str(name)!r}: no such directory here, and the hub did not deliver it ({_line(error)}). Fix: allow "
             f"network access (and unset HF_HUB_OFFLINE), or put its files into a directory and pass that."
         ) from error
 
@@ -204,6 +204,11 @@ def save_decoder(decoder: Decoder, directory: str | Path, tokenizer: PreTrainedT
         os.replace(partial, directory / WEIGHTS)
     finally:
         partial.unlink(missing_ok=True)
+
+
+def _line(error: Exception) -> str:
+    """The message of an error on one line."""
+    return " ".join(str(error).split())
 
 
 def _some(names: list[str]) -> str:
