@@ -67,6 +67,11 @@ class Trainer:
         self.checkpoints = Path(config.output_dir) / "checkpoints"
         self.update = 0  # updates made so far: equals the engine's policy_version
         self.tokenizer = load_tokenizer(config.model)
+        limit = config.rollout.max_prompt_tokens
+        # Tasks before weights: what is wrong with them shows at once.
+        prompts = open_stream(config.tasks, self.tokenizer, seed=config.seed, max_prompt_tokens=limit)
+        self.left_out = list(prompts.left_out)
+        self.evaluation_prompts = _evaluation_prompts(config, self.tokenizer, self.left_out)
         decoder = load_decoder(config.model, dtype=torch.float32, device=self.device)
         self._model_checksum = _checksum(decoder)
         self.grader = grader
@@ -76,10 +81,6 @@ class Trainer:
         self.learner = GRPOLearner(decoder, config.grpo, mesh=self.ranks.mesh)
         stops = eos_token_ids(config.model)
         self.engine = RolloutEngine(rollout_decoder, config.kv, rollout, eos_token_ids=stops)
-        limit = config.rollout.max_prompt_tokens
-        prompts = open_stream(config.tasks, self.tokenizer, seed=config.seed, max_prompt_tokens=limit)
-        self.left_out = list(prompts.left_out)
-        self.evaluation_prompts = _evaluation_prompts(config, self.tokenizer, self.left_out)
         for prompt in (prompts.longest(), *self.evaluation_prompts):
             cap = config.rollout.max_response_tokens
             self.engine.check_fits(Request(prompt.prompt_id, 0, prompt.tokens, cap, stops))
