@@ -12,6 +12,7 @@ from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.sampler import Sampling
 from kv4rl.model.decoder import Decoder
 from kv4rl.results import REPOSITORY
+from kv4rl.tasks.jsonl import read_jsonl
 from kv4rl.tasks.stream import mini_problem
 
 POSITIONS = 8  # states per response (§B.5)
@@ -68,13 +69,14 @@ def text_prompts(
     earlier turns: longer contexts, still fixed. Uses the tokenizer's chat template. Raises ValueError if the file has
     too few lines, a line lacks a field, or the tokenizer has no chat template.
     """
-    lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines() if line.strip()]
+    records = read_jsonl(path)
+    lines = [record for _, record in records]
     require(1 <= count <= len(lines), "prompts", count, f"1 … {len(lines)}, the lines of {path}")
     require(0 <= shots < len(lines), "shots", shots, f"0 … {len(lines) - 1}")
     require(bool(tokenizer.chat_template), "tokenizer", "no chat template", "a chat model for prompts from a file")
-    for number, line in enumerate(lines, start=1):
+    for where, line in records:
         missing = [name for name in ("prompt_id", "question", "solution") if not line.get(name)]
-        require(not missing, f"{path}:{number} lacks", missing, "prompt_id, question and solution")
+        require(not missing, f"{where} lacks", missing, "prompt_id, question and solution")
     prompts = []
     for index in range(count):
         turns = []
