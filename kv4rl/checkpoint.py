@@ -104,7 +104,8 @@ def only_run(directory: str | Path) -> Iterator[None]:
     """
     directory = Path(directory)
     directory.mkdir(parents=True, exist_ok=True)
-    descriptor = os.open(directory, os.O_RDONLY)
+    # A file of its own, open for writing: network file systems lock no directories.
+    descriptor = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT, 0o644)
     try:
         try:
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
