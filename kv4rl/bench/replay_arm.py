@@ -58,7 +58,7 @@ class Replay:
         self._fill(torch.Generator(decoder.device).manual_seed(seed))
         longest = max(pages_for(max(state.contexts)) for state in states)
         sizes = sorted({len(state.contexts) for state in states})
-        decoder.fuse_projections()
+        decoder.prepare_inference()
         self.step = DecodeStep(decoder, self.cache, max_pages=longest, buckets=sizes, sampler=argmax(decoder))
         self._runner = StepGraphs(self.step) if capturable(self.cache) else self.step
         self._order = np.random.default_rng(seed).permutation(pages)  # a used pool is not in order

@@ -76,7 +76,7 @@ class RolloutEngine(BatchingEngine):
         for token in token_ids(eos_token_ids, "eos_token_ids"):
             require(0 <= token < vocabulary, "eos_token_ids", token, f"a token id below the vocabulary's {vocabulary}")
         require_protected_fits(kv, decoder.config.max_positions)
-        decoder.fuse_projections()
+        decoder.prepare_inference()
         self.decoder = decoder
         self.rollout = rollout
         self.eos_token_ids = tuple(eos_token_ids)

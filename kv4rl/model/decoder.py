@@ -14,12 +14,14 @@ from torch.utils.checkpoint import checkpoint
 
 from kv4rl.model.config import DecoderConfig
 from kv4rl.model.fused import FusedLinear, project
+from kv4rl.model.pointwise import Pointwise, compiled
 
 if TYPE_CHECKING:
     from kv4rl.cache.kv_cache import CacheShape
 
 # (layer, q [N, query_heads, head_dim], k [N, kv_heads, head_dim], v) -> [N, query_heads, head_dim]
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
+PLAIN = Pointwise()
 
 
 class RMSNorm(nn.Module):
@@ -48,18 +50,12 @@ class Rotary:
         return torch.cat((cos, cos), -1).to(dtype), torch.cat((-sin, sin), -1).to(dtype)
 
 
-def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
-    """Apply RoPE to x [N, heads, head_dim]: channel i turns with channel i + head_dim / 2."""
-    cos, sin = tables
-    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
-
-
 class SelfAttention(nn.Module):
     """Projections, QK-norm and RoPE around `attend`."""
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
-        hidden, self.head_dim = config.hidden_size, config.head_dim
+        hidden, self.head_dim, self.eps = config.hidden_size, config.head_dim, config.rms_norm_eps
         query_size, kv_size = config.query_heads * config.head_dim, config.kv_heads * config.head_dim
         self.q_proj = nn.Linear(hidden, query_size, bias=config.qkv_bias)
         self.k_proj = nn.Linear(hidden, kv_size, bias=config.qkv_bias)
@@ -73,13 +69,14 @@ class SelfAttention(nn.Module):
     def projections(self) -> tuple[nn.Linear, ...]:
         return self.q_proj, self.k_proj, self.v_proj
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], layer: int, attend: Attend) -> Tensor:
+    def forward(
+        self, x: Tensor, tables: tuple[Tensor, Tensor], layer: int, attend: Attend, pointwise: Pointwise = PLAIN
+    ) -> Tensor:
         rows = x.shape[0]
         q, k, v = (part.view(rows, -1, self.head_dim) for part in project(x, self.projections, self.fused))
-        if self.q_norm is not None:
-            q, k = self.q_norm(q), self.k_norm(k)
-        out = attend(layer, rotate(q, tables), rotate(k, tables), v)
-        return self.o_proj(out.reshape(rows, -1))
+        weights = (None, None) if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
+        q, k = pointwise.norm_rotate(q, k, *weights, self.eps, *tables)
+        return self.o_proj(attend(layer, q, k, v).reshape(rows, -1))
 
 
 class MLP(nn.Module):
@@ -96,9 +93,8 @@ class MLP(nn.Module):
     def projections(self) -> tuple[nn.Linear, ...]:
         return self.gate_proj, self.up_proj
 
-    def forward(self, x: Tensor) -> Tensor:
-        gate, up = project(x, self.projections, self.fused)
-        return self.down_proj(F.silu(gate) * up)
+    def forward(self, x: Tensor, pointwise: Pointwise = PLAIN) -> Tensor:
+        return self.down_proj(pointwise.swiglu(*project(x, self.projections, self.fused)))
 
 
 class Layer(nn.Module):
@@ -120,13 +116,15 @@ class Layer(nn.Module):
 class Decoder(nn.Module):
     """A decoder-only language model over packed tokens; differentiable when `attend` is.
 
-    `recompute_layers = True` keeps only layer inputs for the backward pass (the rest is computed again).
+    `recompute_layers = True` keeps only layer inputs for the backward pass (the rest is computed again). `pointwise`,
+    if set, is what inference puts between the matrix products (`model/pointwise.py`).
     """
 
     def __init__(self, config: DecoderConfig):
         super().__init__()
         self.config = config
         self.recompute_layers = False
+        self.pointwise: Pointwise | None = None
         self.rotary = Rotary(config)
         self.model = nn.Module()  # only a namespace: transformers' parameter names start with "model."
         self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -145,6 +143,12 @@ class Decoder(nn.Module):
             decoder = cls(config).to(dtype)
         fill_random(decoder.to_empty(device=device), seed)
         return decoder
+
+    def prepare_inference(self) -> None:
+        """Fuse the projections and, on CUDA, compile what stands between the products. Training is as before."""
+        self.fuse_projections()
+        if self.device.type == "cuda":
+            self.pointwise = compiled()
 
     def fuse_projections(self) -> None:
         """Compute QKV, and gate with up, by one product each where no gradient is wanted; parameters stay the same."""
@@ -170,12 +174,26 @@ class Decoder(nn.Module):
         """Hidden states [N, hidden] after the final norm, for int64 input_ids [N] at positions [N]."""
         x = self.model.embed_tokens(input_ids)
         tables = self.rotary.tables(positions, x.dtype)
+        if self.pointwise is not None and not torch.is_grad_enabled():
+            return self._infer(x, tables, attend, self.pointwise)
         for layer in self.model.layers:
             if self.recompute_layers and torch.is_grad_enabled():
                 x = checkpoint(layer, x, tables, attend, use_reentrant=False)
             else:
                 x = layer(x, tables, attend)
         return self.model.norm(x)
+
+    def _infer(self, x: Tensor, tables: tuple[Tensor, Tensor], attend: Attend, pointwise: Pointwise) -> Tensor:
+        """As the layers do it one after another, but each residual sum together with the norm that follows it."""
+        layers = self.model.layers
+        followers = [*(layer.input_layernorm for layer in layers[1:]), self.model.norm]
+        normed = layers[0].input_layernorm(x)
+        for layer, follower in zip(layers, followers, strict=True):
+            delta = layer.self_attn(normed, tables, layer.index, attend, pointwise)
+            norm = layer.post_attention_layernorm
+            x, normed = pointwise.add_norm(x, delta, norm.weight, norm.eps)
+            x, normed = pointwise.add_norm(x, layer.mlp(normed, pointwise), follower.weight, follower.eps)
+        return normed
 
     def logits(self, hidden: Tensor) -> Tensor:
         """Float32 logits [N, vocab] of hidden [N, hidden].

@@ -1,0 +1,54 @@
+"""What stands between a layer's matrix products, for inference: three functions, compiled into one kernel each on CUDA.
+
+"Compiled model execution reduces dispatch overhead and intermediate tensor allocations around attention" (§A.2). The
+functions are plain torch and mean the same uncompiled; `Decoder.forward` without them is the specification.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from functools import cache
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+
+def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """The residual stream x + delta, and its RMS norm."""
+    x = x + delta
+    return x, F.rms_norm(x, weight.shape, weight, eps)
+
+
+def norm_rotate(
+    q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor
+) -> tuple[Tensor, Tensor]:
+    """QK-norm, where the model has it, and RoPE: q and k [N, heads, head_dim], tables [N, 1, head_dim]."""
+    if q_weight is not None:
+        q, k = F.rms_norm(q, q_weight.shape, q_weight, eps), F.rms_norm(k, k_weight.shape, k_weight, eps)
+    return rotate(q, (cos, sin)), rotate(k, (cos, sin))
+
+
+def rotate(x: Tensor, tables: tuple[Tensor, Tensor]) -> Tensor:
+    """Apply RoPE to x [N, heads, head_dim]: channel i turns with channel i + head_dim / 2."""
+    cos, sin = tables
+    return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
+
+
+def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+    """silu(gate) * up."""
+    return F.silu(gate) * up
+
+
+@dataclass(frozen=True)
+class Pointwise:
+    """The three functions, compiled or as they are."""
+
+    add_norm: Callable = add_norm
+    norm_rotate: Callable = norm_rotate
+    swiglu: Callable = swiglu
+
+
+@cache
+def compiled() -> Pointwise:
+    """Compiled for any number of rows; the compiler runs on the first call (a step's warm-up), once a process."""
+    return Pointwise(*(torch.compile(function, dynamic=True) for function in (add_norm, norm_rotate, swiglu)))
