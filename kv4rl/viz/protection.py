@@ -55,7 +55,7 @@ def _add_kl_by_width(figure: go.Figure, grid: Grid, chosen: Point) -> None:
     for sink in grid.sinks:
         y = [grid.at(sink, recent).kl for recent in grid.recents]
         label = [""] * (len(names) - 1) + ["s = 0" if sink == 0 else ""]
-        line = {"line": {"color": OTHERS, "width": 1.5}, "mode": "lines+text", "textposition": "top left"}
+        line = {"line": {"color": OTHERS, "width": 1.5}, "mode": "lines+text", "textposition": "top center"}
         figure.add_trace(go.Scatter(x=names, y=y, text=label, name=f"s = {sink}", **line), row=1, col=1)
     points = [grid.at(chosen.sink, recent) for recent in grid.recents]
     bars = {
