@@ -14,7 +14,7 @@ from kv4rl.config import require
 from kv4rl.engine.sampler import Sampling
 from kv4rl.evaluation.metrics import avg_at_k, pass_at_k
 from kv4rl.fidelity.bootstrap import mean_interval
-from kv4rl.rewards import Grader, Verdict
+from kv4rl.rewards import Gold, Grader, Verdict
 
 PAPER_SAMPLING = Sampling(temperature=0.6, top_p=0.95, max_response_tokens=16384)  # §B.2
 
@@ -24,7 +24,7 @@ class Problem(Protocol):
 
     prompt_id: str
     tokens: list[int]
-    answer: str
+    answer: str | Gold
 
 
 @dataclass(frozen=True)

@@ -59,7 +59,7 @@ def table(metric: str = "avg_at_k", *, file: str | Path = FILE, directory: Path 
 
     Columns: model, checkpoint, the sets in the paper's order, others, Mean. Without the file an empty list.
     """
-    path = directory / file
+    path = (Path(directory) / file).resolve()  # a relative one would be taken from data/results
     if not path.exists():
         return []
     rows = read_rows(path, experiment="evaluation", metric=metric)

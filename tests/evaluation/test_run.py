@@ -78,7 +78,8 @@ def test_a_run_cut_short_continues_and_ends_as_one_that_was_not(whole, tmp_path,
 def test_a_finished_run_samples_nothing_again(whole, monkeypatch):
     output, records = whole
     monkeypatch.setattr(Evaluator, "_sample", None)
-    assert run(output, 5) == records
+    monkeypatch.chdir(output.parent)
+    assert run(Path(output.name), 5) == records
     (line,) = table(directory=output)
     assert len(run(output, 3)[0]) == 6  # a smaller limit reads what is there
     assert "mini-evaluation[:3]" in table(directory=output)[0] and line["mini-evaluation[:5]"]
