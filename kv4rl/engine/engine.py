@@ -14,7 +14,7 @@ from kv4rl.engine.clock import DeviceClock
 from kv4rl.engine.decode_step import DecodeStep, default_buckets
 from kv4rl.engine.draw import NEVER, DrawKeys, ForcedEnd, draw, sampler_of
 from kv4rl.engine.graphs import StepGraphs, capturable
-from kv4rl.engine.memory import max_pages
+from kv4rl.engine.memory import max_pages, naming_the_plan
 from kv4rl.engine.noise import noise_key
 from kv4rl.engine.request import Request, token_ids
 from kv4rl.engine.sampler import Sampling
@@ -82,14 +82,11 @@ class RolloutEngine(BatchingEngine):
         self.eos_token_ids = tuple(eos_token_ids)
         slots = rollout.max_active_requests
         limits = Limits(slots, rollout.step_tokens, rollout.workspace_tokens, rollout.max_prompt_tokens)
-        self.cache = KVCache(
-            kv,
-            decoder.cache_shape(),
-            num_pages=rollout.cache_pages,
-            num_slots=slots,
-            device=decoder.device,
-            backend=backend,
-        )
+        with naming_the_plan(decoder, kv, rollout):
+            self.cache = KVCache(
+                kv, decoder.cache_shape(), num_pages=rollout.cache_pages, num_slots=slots, device=decoder.device,
+                backend=backend,
+            )  # fmt: skip
         super().__init__(Scheduler(self.cache.allocator, limits), bytes_per_page=self.cache.bytes_per_page)
         self._sampling = Sampling.of(rollout)
         self._noise = np.zeros(slots, dtype=np.int64)  # key of the request in each slot
@@ -210,16 +207,20 @@ class RolloutEngine(BatchingEngine):
         if not self._weights_whole:
             raise RuntimeError("the last update_weights stopped half-way: update again before the next step")
         self._clock.start()
-        table = self.scheduler.table
-        if plan.kind == "decode" and self._decode.fits(table, plan.slots):
-            size = self._decode.load(table, plan.slots, self._noise, self._ends)
-            drawn = (self._graphs or self._decode).run(size, self._sampling)
-        else:
-            drawn = self._run_with_prefill(plan)
+        with naming_the_plan(self.decoder, self.cache.kv, self.rollout):
+            drawn = self._launch(plan)
         self._clock.stop()
         tokens, logp = drawn[:, : len(plan.sampled)].cpu().numpy()  # the one wait of the step
         self._device_ms = self._clock.elapsed_ms()
         return tokens.astype(np.int64).tolist(), self._finite(plan, logp.tolist())
+
+    def _launch(self, plan: StepPlan) -> torch.Tensor:
+        """Put the step on the device: float64 [2, rows or more], tokens and log-probabilities."""
+        table = self.scheduler.table
+        if plan.kind == "decode" and self._decode.fits(table, plan.slots):
+            size = self._decode.load(table, plan.slots, self._noise, self._ends)
+            return (self._graphs or self._decode).run(size, self._sampling)
+        return self._run_with_prefill(plan)
 
     def _run_with_prefill(self, plan: StepPlan) -> torch.Tensor:
         """A step with prefill chunks, or with requests longer than the static buffers; as `DecodeStep.run`."""

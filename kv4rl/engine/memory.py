@@ -5,16 +5,24 @@ precision-dependent metadata and protected side-cache storage" (§A.2). Here the
 that a plan can be made, compared between precisions and refused without a GPU.
 """
 
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
+
+import torch
 
 from kv4rl.attention.cuda_arguments import SUMS_TAIL, UNIT_BYTES, most_chunks
 from kv4rl.cache.main_cache import pages_for
-from kv4rl.cache.memory_plan import HBMPlan, plan_hbm
+from kv4rl.cache.memory_plan import HBMPlan, page_bytes, plan_hbm, side_bytes
 from kv4rl.config import KVConfig, RolloutConfig
 from kv4rl.model.decoder import Decoder
 
 SAMPLER_BYTES = 20  # a logit while its row is sampled: itself, log-probability and probability in FP32, FP64 CDF
 VECTORS = 8  # int64 a row in the decode step's static buffers: ids, contexts, slots, keys, ends, results
+
+
+class PlanTooLarge(RuntimeError):
+    """The device ran out of memory; the message sets the plan's items against what was there."""
 
 
 def max_pages(decoder: Decoder, rollout: RolloutConfig) -> int:
@@ -62,3 +70,23 @@ def plan_engine(decoder: Decoder, kv: KVConfig, rollout: RolloutConfig, budget_b
 def within(plan: HBMPlan, rollout: RolloutConfig) -> RolloutConfig:
     """The rollout configuration with the plan's pages."""
     return replace(rollout, cache_pages=plan.cache.pages)
+
+
+@contextmanager
+def naming_the_plan(decoder: Decoder, kv: KVConfig, rollout: RolloutConfig) -> Iterator[None]:
+    """Within the block, running out of device memory raises `PlanTooLarge`, which says what the engine had planned."""
+    try:
+        yield
+    except torch.OutOfMemoryError as error:
+        shape = decoder.cache_shape()
+        items = reserved_bytes(decoder, kv, rollout)
+        items["side buffer"] = side_bytes(kv, shape, rollout.max_active_requests)
+        items[f"{rollout.cache_pages} pages"] = rollout.cache_pages * page_bytes(kv, shape)
+        planned = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in items.items())
+        device = decoder.device
+        total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0
+        raise PlanTooLarge(
+            f"out of memory on {device} ({total / 1e9:.4g} GB): the {kv.precision} engine's plan is {planned}, "
+            f"{sum(items.values()) / 1e9:.4g} GB in all; lower cache_pages (plan_engine computes it from a budget), "
+            "max_active_requests, step_tokens or workspace_tokens"
+        ) from error

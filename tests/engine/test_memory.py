@@ -5,7 +5,8 @@ import torch
 
 from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig
 from kv4rl.engine.engine import RolloutEngine
-from kv4rl.engine.memory import max_pages, plan_engine, reserved_bytes, within
+from kv4rl.engine.memory import PlanTooLarge, max_pages, plan_engine, reserved_bytes, within
+from kv4rl.engine.sampler import Sampling
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.shapes import random_model, shape_config
 
@@ -50,3 +51,21 @@ def test_the_longest_request_is_bounded_by_limits_and_by_the_model():
     decoder = random_model("mini-qwen3")
     assert max_pages(decoder, RolloutConfig(max_prompt_tokens=100, max_response_tokens=101)) == 13
     assert max_pages(decoder, RolloutConfig()) == 2048 // 16
+
+
+@pytest.mark.parametrize("when", ["cache", "step"])
+def test_running_out_of_memory_names_the_plan(monkeypatch, when):
+    def exhaust(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 90 GiB.")
+
+    decoder, kv = random_model("mini-qwen3"), KVConfig()
+    if when == "cache":
+        monkeypatch.setattr("kv4rl.engine.engine.KVCache", exhaust)
+    message = r"the kv4rl engine's plan is model .*GB, workspace .*, 4096 pages .*lower cache_pages"
+    with pytest.raises(PlanTooLarge, match=message) as error:
+        engine = RolloutEngine(decoder, kv, ROLLOUT, eos_token_ids=())
+        decoder.forward = exhaust
+        engine.generate([[1, 2]], Sampling(max_response_tokens=3))
+    assert isinstance(error.value.__cause__, torch.OutOfMemoryError)
+    if when == "step":
+        engine.check_drained()
