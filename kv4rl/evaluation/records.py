@@ -1,7 +1,7 @@
 """Finished problems of one set and seed, an append-only .jsonl file: what a killed evaluation continues from.
 
-The first line holds the settings that decide the scores; every other line one problem, written when the last of its k
-responses is graded. A line that a kill cut short is dropped, and its problem done again.
+The first line holds the settings that decide the scores, and the commit; every other line one problem, written when
+the last of its k responses is graded. A line that a kill cut short is dropped, and its problem done again.
 """
 
 import fcntl
@@ -15,6 +15,7 @@ import numpy as np
 
 from kv4rl.config import InputError, require
 from kv4rl.evaluation.evaluate import EvaluationResult
+from kv4rl.results import commit
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class RecordFile:
     def __init__(self, path: Path, settings: Mapping[str, object]):
         self.path = path
         self.done: dict[str, Record] = {}
+        self.commit = commit()  # at which the file was begun: the rows that are made of it name today's
         path.parent.mkdir(parents=True, exist_ok=True)
         self._file = path.open("a+b")
         try:
@@ -61,9 +63,10 @@ class RecordFile:
         self._file.truncate(len(whole))
         lines = whole.decode("utf-8").splitlines()
         if not lines:
-            self._write({"settings": settings})
+            self._write({"settings": settings, "commit": self.commit})
             return
-        begun = json.loads(lines[0])["settings"]
+        first = json.loads(lines[0])
+        begun, self.commit = first["settings"], first["commit"]
         for name in sorted(settings.keys() | begun.keys()):
             same = settings.get(name) == begun.get(name)
             expected = f"{begun.get(name)!r}, with which {self.path} was begun (or another --output)"

@@ -24,6 +24,7 @@ from kv4rl.grpo.weight_sync import checksum
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.weights import eos_token_ids, load_decoder, load_tokenizer
 from kv4rl.paper import EVALUATION_SEEDS
+from kv4rl.results import commit
 from kv4rl.rewards import Grader, Verdict
 from kv4rl.tasks.tokenizer import unknown_characters
 
@@ -124,7 +125,9 @@ class Evaluator:
         with RecordFile(path, self._recorded(problems, seed, samples)) as records:
             left = [problem for problem in rows if problem.problem_id not in records.done]
             if len(left) < len(rows):
-                report(f"{problems.name}, seed {seed}: {len(rows) - len(left)} of {len(rows)} problems are in {path}")
+                there = f"{len(rows) - len(left)} of {len(rows)} problems are in {path}"
+                older = "" if records.commit == commit() else f", begun at commit {records.commit}"
+                report(f"{problems.name}, seed {seed}: {there}{older}")
             if left:
                 self._sample(left, seed, samples, records, f"{problems.title} seed {seed}", len(rows))
             return result_of([records.done[problem.problem_id] for problem in rows])
