@@ -11,6 +11,7 @@ import sys
 import time
 from pathlib import Path
 
+from kv4rl.cli import one_sentence
 from kv4rl.execute import execute
 from kv4rl.report import build
 from kv4rl.results import REPOSITORY, commit
@@ -36,17 +37,26 @@ STEPS = (
 
 
 def run_step(title: str, module: str) -> float:
-    """Run `python -m module …` from the repository root, output passed through; returns seconds, raises if it fails."""
+    """Run `python -m module …` from the repository root, output passed through; returns seconds.
+
+    Ends the program with the step's status if it fails: its own words stand above.
+    """
     print(f"\n== {title}: python -m {module}", flush=True)
     started = time.perf_counter()
-    subprocess.run([sys.executable, "-m", *shlex.split(module)], cwd=REPOSITORY, check=True)
+    done = subprocess.run([sys.executable, "-m", *shlex.split(module)], cwd=REPOSITORY, check=False)
+    if done.returncode:
+        print(f"kv4rl.replicate: error: step `{title}` ended with status {done.returncode}", file=sys.stderr)
+        raise SystemExit(done.returncode)
     return time.perf_counter() - started
 
 
-def main() -> None:
+def main(arguments: list[str] | None = None) -> None:
+    """Every step, every notebook, the page."""
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--output-dir", type=Path, default=OUTPUT)
-    output = parser.parse_args().output_dir.resolve()
+    output = parser.parse_args(arguments).output_dir.resolve()
+    with one_sentence("kv4rl.replicate"):
+        output.mkdir(parents=True, exist_ok=True)
     seconds = {title: run_step(title, module) for title, module in STEPS}
     executed = []
     for path in NOTEBOOKS:

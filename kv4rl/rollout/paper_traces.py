@@ -10,6 +10,8 @@ from dataclasses import replace
 
 import numpy as np
 
+from kv4rl.cli import one_sentence
+from kv4rl.config import require_integer
 from kv4rl.paper import PUBLISHED
 from kv4rl.results import result_row, write_rows
 from kv4rl.rollout.fits import FITS, Fit, fit
@@ -143,12 +145,14 @@ def _row(experiment: str, name: str, *, command: str, **given) -> dict:
     return result_row(experiment=experiment, model=model, shape=name, scope="simulated", command=command, **given)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--checkpoints", nargs="+", default=list(FITS), choices=list(FITS))
     parser.add_argument("--seeds", type=int, default=3, help="seeds to average over, from 6101 on")
     parser.add_argument("--sensitivity", action="store_true", help="vary the fit instead, one seed")
-    given = parser.parse_args()
+    given = parser.parse_args(arguments)
+    with one_sentence("kv4rl.rollout.paper_traces"):
+        require_integer(given.seeds, "seeds", 1)
     for name in given.checkpoints:
         made = sensitivity_rows(name) if given.sensitivity else rows(name, range(6101, 6101 + given.seeds))
         write_rows("rollout.csv", made)

@@ -40,6 +40,8 @@ WRONG = [  # module, words, what the sentence names
     ("kv4rl.tasks.measure", "modle", "model='modle'"),
     ("kv4rl.tasks.pretrain", "--steps 10", "evaluate_every=50: expected at most steps=10"),
     ("kv4rl.tasks.export", "--count 0", "count=0: expected an integer >= 1"),
+    ("kv4rl.rollout.paper_traces", "--seeds 0", "seeds=0: expected an integer >= 1"),
+    ("kv4rl.replicate", "--output-dir /proc/x", "/proc/x"),
     ("kv4rl.execute", "nowhere.ipynb --output-dir /proc/x", "notebook='nowhere.ipynb': expected a file that exists"),
 ]  # fmt: skip
 
@@ -79,6 +81,15 @@ def test_wrong_task_files_end_a_training_before_it_starts(tmp_path, monkeypatch,
     with pytest.raises(SystemExit, match="2"):
         main_of("kv4rl.train")(["--tasks", "tasks.jsonl", "--output_dir", "run"])
     assert sentence in capsys.readouterr().err and not (tmp_path / "run").exists()
+
+
+def test_a_step_of_replicate_that_fails_ends_it_with_its_own_words(tmp_path, monkeypatch, capfd):
+    monkeypatch.setattr("kv4rl.replicate.STEPS", (("a wrong step", "kv4rl.train_rows --model modle"),))
+    with pytest.raises(SystemExit, match="2"):
+        main_of("kv4rl.replicate")(["--output-dir", str(tmp_path)])
+    said = capfd.readouterr().err.splitlines()
+    assert said[-2].startswith("kv4rl.train_rows: error: model='modle'")
+    assert said[-1] == "kv4rl.replicate: error: step `a wrong step` ended with status 2"
 
 
 def test_a_whole_process_says_only_that_sentence(tmp_path):
