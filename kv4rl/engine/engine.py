@@ -210,6 +210,9 @@ class RolloutEngine(BatchingEngine):
         with naming_the_plan(self.decoder, self.cache.kv, self.rollout):
             drawn = self._launch(plan)
         self._clock.stop()
+        self._device_ms = None
+        if not plan.sampled:  # chunks of unfinished prefills: nothing to wait for
+            return [], []
         tokens, logp = drawn[:, : len(plan.sampled)].cpu().numpy()  # the one wait of the step
         self._device_ms = self._clock.elapsed_ms()
         return tokens.astype(np.int64).tolist(), self._finite(plan, logp.tolist())

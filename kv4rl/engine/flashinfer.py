@@ -23,7 +23,8 @@ FP8 = torch.float8_e4m3fn
 class FlashInferBackend:
     """`attention.backends.Backend` and `engine.decode_step.PlannedOnHost` for one cache of precision `bf16`.
 
-    `fp8=True` takes a cache of precision `kv8` for its page size and stores E4M3 there, scale 1, unrotated keys.
+    `fp8=True` takes a cache of precision `kv8` for its page size and stores E4M3 there, scale 1, unrotated keys; its
+    steps must not be padded (the replay's are not).
     """
 
     name = "flashinfer"
@@ -41,17 +42,23 @@ class FlashInferBackend:
         self._flashinfer, self._ours = flashinfer, make_backend(cache.device)
         self._dtype = FP8 if fp8 else cache.shape.dtype
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=cache.device)
-        self._indices = torch.zeros(cache.allocator.num_pages + 1, dtype=torch.int32, device=cache.device)
+        most = cache.allocator.num_pages + cache.num_slots  # a padding row names a page once more
+        self._indices = torch.zeros(most, dtype=torch.int32, device=cache.device)
         self._captured: dict[int, object] = {}  # rows -> wrapper whose buffers a graph reads
         self._free = self._wrapper(None, cache.device)  # for steps that are not captured
         self._planned = None
 
     def prepare(self, cache: KVCache, contexts: np.ndarray, page_ids: np.ndarray, *, static: bool = True) -> None:
-        """Divide the step's work; `static`: into the buffers of this number of rows, for a graph."""
-        held = np.array([pages_for(int(context)) for context in contexts], dtype=np.int32)
+        """Divide the step's work; `static`: into the buffers of this number of rows, for a graph.
+
+        A padding row attends to one token that exists: FlashInfer counts rows without pages in two ways.
+        """
+        padding = (contexts == 0)[:, None]
+        contexts, page_ids = np.maximum(contexts, 1), np.where(padding, max(int(page_ids[0, 0]), 0), page_ids)
+        held = pages_for(contexts).astype(np.int32)
         starts = np.concatenate(([0], held.cumsum())).astype(np.int32)
         ids = page_ids[np.arange(page_ids.shape[1]) < held[:, None]].astype(np.int32)
-        last = np.where(contexts > 0, (contexts - 1) % PAGE_TOKENS + 1, 1).astype(np.int32)
+        last = ((contexts - 1) % PAGE_TOKENS + 1).astype(np.int32)
         rows = len(contexts)
         if static and rows not in self._captured:
             self._captured[rows] = self._wrapper(rows, cache.device)

@@ -71,8 +71,7 @@ class SymmetricCommunicator(Communicator):
         from torch.distributed import _symmetric_memory as symmetric
 
         self._buffers = [symmetric.empty(SYMMETRIC_BYTES, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
-        for buffer in self._buffers:
-            symmetric.rendezvous(buffer, group.group_name)
+        self._handles = [symmetric.rendezvous(buffer, group.group_name) for buffer in self._buffers]
         self._next = 0
 
     def out(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
