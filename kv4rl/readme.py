@@ -12,7 +12,6 @@ from kv4rl.compare import ABSENT, ORIGIN, compare
 from kv4rl.config import PRECISIONS
 from kv4rl.results import REPOSITORY, RESULTS, read_rows
 from kv4rl.train_rows import read_curves, summary
-from kv4rl.viz.fidelity import sampler_kl_bars
 from kv4rl.viz.kernels import kernel_speedups
 from kv4rl.viz.style import PRECISION_NAMES, use_template
 from kv4rl.viz.training import learning_curves
@@ -104,10 +103,8 @@ def draw(directory: Path = REPOSITORY / "data" / "figures") -> list[Path]:
     """The README's pictures, as PNG (needs Chromium or Chrome). Returns their paths."""
     use_template()
     kernels = read_rows("kernels.csv", metric="speedup_vs_bf16", model="tp2_16q4kv")
-    fidelity = read_rows("fidelity.csv", metric="sampler_kl", shape="loop", model="smollm2-135m")
     figures = {
         "kernel_speedups": kernel_speedups(kernels),
-        "sampler_kl": sampler_kl_bars(fidelity, title="SmolLM2-135M: KL to the unquantised sampler"),
         "learning_curves": learning_curves(read_curves()),
     }
     directory.mkdir(parents=True, exist_ok=True)
