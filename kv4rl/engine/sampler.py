@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import torch
 
 from kv4rl.config import RolloutConfig, require, require_integer, require_number
+from kv4rl.engine.block_cdf import locate, masses_of
 from kv4rl.engine.noise import uniforms
 
 
@@ -46,9 +47,11 @@ def sample(logits: torch.Tensor, noise: NoiseKeys, sampling: Sampling) -> tuple[
     Inverse CDF of one keyed uniform a row, so that a row's token is the same alone and in any batch. The
     log-probability is that of the distribution sampled from, temperature and truncation included; greedy decoding,
     whose own distribution is a point, records the plain softmax's. NaN or +inf in a row makes its result NaN: the
-    engine, which knows the names, raises.
+    engine, which knows the names, raises. On CUDA the sums are taken by blocks (`sample_by_blocks`).
     """
     require(logits.dtype == torch.float32, "logits.dtype", logits.dtype, "torch.float32")
+    if logits.is_cuda:
+        return sample_by_blocks(logits, noise, sampling)
     if sampling.temperature == 0:
         logp = torch.log_softmax(logits, dim=-1)
         tokens = logits.argmax(dim=-1)
@@ -60,6 +63,22 @@ def sample(logits: torch.Tensor, noise: NoiseKeys, sampling: Sampling) -> tuple[
         tokens = torch.searchsorted(cdf, target[:, None], right=True)[:, 0]
         tokens = tokens.clamp(max=logits.shape[-1] - 1)  # a NaN row finds none
     return tokens, logp.gather(-1, tokens[:, None])[:, 0]
+
+
+def sample_by_blocks(logits: torch.Tensor, noise: NoiseKeys, sampling: Sampling) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `sample`, up to rounding: the row is read twice and no probability is written (`engine/block_cdf.py`)."""
+    scaled = logits if sampling.temperature in (0, 1) else logits / sampling.temperature
+    if sampling.temperature > 0:
+        scaled = _truncate(scaled, sampling)
+    top = scaled.amax(dim=-1)
+    masses = masses_of(scaled, top)
+    total = masses.sum(-1)
+    if sampling.temperature == 0:
+        tokens = scaled.argmax(dim=-1)
+    else:
+        tokens = locate(scaled, top, masses, uniforms(noise.keys, noise.positions) * total)
+    logit = scaled.gather(-1, tokens[:, None])[:, 0]
+    return tokens, (logit.double() - top - total.log()).float()
 
 
 def _truncate(logits: torch.Tensor, sampling: Sampling) -> torch.Tensor:

@@ -6,6 +6,7 @@ log-probability, bit for bit: what they add up is the same everywhere, in the sa
 
 import torch
 
+from kv4rl.engine.block_cdf import locate, masses_of
 from kv4rl.engine.noise import uniforms
 from kv4rl.engine.sampler import NoiseKeys, Sampling, sample
 from kv4rl.model.communicator import Communicator
@@ -30,23 +31,18 @@ class ShardedSampler:
         peak, best = scaled.max(dim=-1)
         peaks = self._communicator.all_gather(peak)
         top = peaks.amax(0)
-        cdf = torch.cumsum((scaled - top[:, None]).exp(), dim=-1, dtype=torch.float64)
-        masses = self._communicator.all_gather(cdf[:, -1])
-        ends = masses.cumsum(0)
+        masses = masses_of(scaled, top)
+        own = masses.sum(-1)
+        ends = self._communicator.all_gather(own).cumsum(0)
         if sampling.temperature == 0:
             owner, pick = peaks.argmax(0), best  # the first of equals, as argmax over the whole row has it
         else:
-            owner, pick = self._locate(uniforms(noise.keys, noise.positions) * ends[-1], cdf, ends)
+            target = uniforms(noise.keys, noise.positions) * ends[-1]
+            owner = (ends <= target).sum(0).clamp(max=len(ends) - 1)
+            rank = self._communicator.rank
+            # Only the owner's pick counts; rounding must not push its target past its own mass.
+            within = torch.minimum(target - ends[rank - 1] if rank else target, torch.nextafter(own, own.new_zeros(())))
+            pick = locate(scaled, top, masses, within)
         candidates = torch.stack(((pick + self._first).double(), scaled.gather(-1, pick[:, None])[:, 0].double()))
         token, logit = self._communicator.all_gather(candidates).gather(0, owner.expand(1, 2, -1))[0]
         return token.long(), (logit - top - ends[-1].log()).float()
-
-    def _locate(self, target: torch.Tensor, cdf: torch.Tensor, ends: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Which rank's mass holds `target`, and this rank's token there (meaningful on that rank only)."""
-        rank = self._communicator.rank
-        owner = (ends <= target).sum(0).clamp(max=len(ends) - 1)
-        within = target - ends[rank - 1] if rank else target
-        # Rounding must not push the target past the last token that has mass.
-        within = torch.minimum(within, torch.nextafter(cdf[:, -1], torch.zeros_like(target)))
-        pick = torch.searchsorted(cdf, within[:, None], right=True)[:, 0]
-        return owner, pick.clamp(max=cdf.shape[1] - 1)
