@@ -47,7 +47,7 @@ def encode_e2m1(x: torch.Tensor) -> torch.Tensor:
     upper = (magnitudes[:-1] + magnitudes[1:]) / 2
     # A tie belongs to the even code: below an odd code's upper midpoint the boundary is open, so step just under it.
     upper[1::2] = torch.nextafter(upper[1::2], torch.zeros_like(upper[1::2]))
-    codes = torch.bucketize(x.abs().nan_to_num(nan=0.0), upper)
+    codes = torch.bucketize(x.abs().nan_to_num(nan=0.0).contiguous(), upper)
     return (codes + 8 * (torch.signbit(x) & ~x.isnan())).to(torch.uint8)
 
 
