@@ -3,9 +3,11 @@
 import random
 
 import pytest
+from transformers import Qwen3Config
 
 from kv4rl.config import RolloutConfig
 from kv4rl.engine.fake import FakeEngine
+from kv4rl.model.decoder import Decoder, DecoderConfig
 from kv4rl.rollout.group import ListStream, Prompt
 
 EOS = 7
@@ -50,3 +52,13 @@ def make():
     Make.settings, Make.prompts, Make.fake = staticmethod(settings), staticmethod(prompts), staticmethod(fake)
     Make.length_of, Make.EOS = staticmethod(length_of), EOS
     return Make
+
+
+@pytest.fixture(scope="session")
+def decoder() -> Decoder:
+    """One layer and twelve tokens: a random policy that ends a response at about every twelfth."""
+    config = Qwen3Config(
+        vocab_size=12, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
+        num_key_value_heads=1, head_dim=64, max_position_embeddings=128, tie_word_embeddings=False,
+    )  # fmt: skip
+    return Decoder.random(DecoderConfig.from_hf(config), seed=0)

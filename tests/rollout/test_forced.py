@@ -3,13 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from transformers import Qwen3Config
 
 from kv4rl.config import KVConfig, RolloutConfig
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.request import Request
 from kv4rl.engine.sampler import Sampling
-from kv4rl.model.decoder import Decoder, DecoderConfig
 from kv4rl.rollout.forced import ForcedLengths, RandomPrompts
 from kv4rl.rollout.partial import PartialCollector
 from kv4rl.rollout.workload import Workload
@@ -17,15 +15,6 @@ from kv4rl.theory.lengths import LengthDistribution
 
 EOS, VOCABULARY, CAP = (3, 5), 12, 40
 LAW = LengthDistribution.lognormal(15, 0.8, cap=CAP)
-
-
-@pytest.fixture(scope="module")
-def decoder():
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, head_dim=64, max_position_embeddings=128, tie_word_embeddings=False,
-    )  # fmt: skip
-    return Decoder.random(DecoderConfig.from_hf(config), seed=0)
 
 
 @pytest.fixture

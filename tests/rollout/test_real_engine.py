@@ -3,29 +3,17 @@
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from transformers import Qwen3Config
 
 from kv4rl.config import KVConfig, RolloutConfig
 from kv4rl.engine.engine import RolloutEngine
-from kv4rl.model.decoder import Decoder, DecoderConfig
 from kv4rl.rollout.group import ListStream, Prompt
 from kv4rl.rollout.partial import PartialCollector
 from kv4rl.rollout.skipping import SkippingEngine
 from kv4rl.rollout.sync import SyncCollector
 from kv4rl.rollout.trace import COLUMNS, Trace
 
-EOS, VOCABULARY, CAP = 3, 12, 40
+EOS, CAP = 3, 40
 COLLECTORS = {"partial": PartialCollector, "sync": SyncCollector}
-
-
-@pytest.fixture(scope="module")
-def decoder():
-    """One layer and twelve tokens: a random policy that ends a response at about every twelfth."""
-    config = Qwen3Config(
-        vocab_size=VOCABULARY, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=1,
-        num_key_value_heads=1, head_dim=64, max_position_embeddings=128, tie_word_embeddings=False,
-    )  # fmt: skip
-    return Decoder.random(DecoderConfig.from_hf(config), seed=0)
 
 
 @st.composite
