@@ -206,7 +206,6 @@ class RolloutEngine(BatchingEngine):
     def _run(self, plan: StepPlan) -> tuple[list[int], list[float]]:
         if not self._weights_whole:
             raise RuntimeError("the last update_weights stopped half-way: update again before the next step")
-        self._clock.start()
         with naming_the_plan(self.decoder, self.cache.kv, self.rollout):
             drawn = self._launch(plan)
         self._clock.stop()
@@ -222,7 +221,9 @@ class RolloutEngine(BatchingEngine):
         table = self.scheduler.table
         if plan.kind == "decode" and self._decode.fits(table, plan.slots):
             size = self._decode.load(table, plan.slots, self._noise, self._ends)
+            self._clock.start()
             return (self._graphs or self._decode).run(size, self._sampling)
+        self._clock.start()
         return self._run_with_prefill(plan)
 
     def _run_with_prefill(self, plan: StepPlan) -> torch.Tensor:
