@@ -25,7 +25,7 @@ figures: $(VENV)/installed
 $(VENV)/installed: constraints.txt pyproject.toml
 	@test -n "$(PYTHON)" || { echo "Python 3.11 or 3.12 is needed on the PATH (or: make PYTHON=/path/to/python3.12 $(MAKECMDGOALS))"; exit 1; }
 	$(PYTHON) -m venv $(VENV) || { echo "$(PYTHON) has no venv module: on Debian or Ubuntu, apt-get install python3-venv"; exit 1; }
-	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[notebooks,models,test]'
+	$(RUN) -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[notebooks,models,data,test]'
 	touch $@
 
 clean:
