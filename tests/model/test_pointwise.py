@@ -1,6 +1,7 @@
 """Inference with residual sums and norms taken together: the layer-by-layer forward, uncompiled and compiled."""
 
 import copy
+import shutil
 
 import pytest
 import torch
@@ -36,6 +37,7 @@ def test_a_copied_decoder_keeps_working(config, make_family):
 
 
 @pytest.mark.slow
+@pytest.mark.skipif(shutil.which("g++") is None, reason="needs a C++ compiler: apt-get install g++")
 def test_compiled_functions_err_no_more_than_plain_ones(some_config, make_family):
     """One compilation serves any number of rows."""
     family = make_family(some_config("qwen3-4q2kv-d128-tied"))
