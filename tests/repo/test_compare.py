@@ -1,8 +1,14 @@
 """The comparison takes the newest row, keeps the paper's unit, and says so where nothing was measured."""
 
+from fnmatch import fnmatch
+
+import pytest
+
 from kv4rl.compare import ABSENT, COMPARISONS, compare
 from kv4rl.paper import PUBLISHED
-from kv4rl.results import result_row, write_rows
+from kv4rl.results import latest, read_rows, result_row, write_rows
+
+STORAGE_KL = [item for item in COMPARISONS if fnmatch(item.published, "storage/*/kl")]
 
 
 def test_every_comparison_names_a_published_number():
@@ -22,3 +28,15 @@ def test_a_row_is_shown_in_the_papers_unit_with_its_interval(tmp_path):
     write_rows(tmp_path / "train.csv", [accuracy])
     line = next(line for line in compare(tmp_path) if line["ours"] != ABSENT)
     assert line["ours"] == "87.5 % [85, 90]" and line["paper"] == "52.8 %"
+
+
+@pytest.mark.parametrize("item", STORAGE_KL, ids=lambda item: item.published)
+def test_a_storage_kl_is_of_the_published_bits(item):
+    """An arm's name does not say its group where that is the whole head: int4-k is group 64 at head_dim 64."""
+    group = item.published.split("/")[2]
+    row = latest(read_rows(item.file, **item.where | {"metric": "bits_per_element"}))
+    assert float(row["value"]) == PUBLISHED[f"storage/{group}/bits"].value
+
+
+def test_every_published_storage_kl_is_compared():
+    assert {item.published for item in STORAGE_KL} == {key for key in PUBLISHED if fnmatch(key, "storage/*/kl")}
