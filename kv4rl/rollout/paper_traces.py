@@ -111,12 +111,14 @@ def variations(found: Fit) -> dict[str, Fit]:
 
 
 def sensitivity_rows(name: str) -> list[dict]:
-    """The five ratios of Fig. 2 under every variation of a fit, one seed."""
+    """The five ratios of Fig. 2 and both volumes of §D.1 under every variation of a fit, one seed."""
     made = []
     for label, found in variations(fit(name)).items():
         values = measure(found, 6101)
-        for metric in ratios_of(values):
-            given = {"arm": label, "metric": metric, "unit": "x", "value": values["partial_over_sync", metric]}
+        shown = {metric: (values["partial_over_sync", metric], "x") for metric in ratios_of(values)}
+        shown |= {f"{arm}_resident_kv_gb": (values[arm, "resident_kv_gb"], "GB") for arm in ("sync", "partial")}
+        for metric, (value, unit) in shown.items():
+            given = {"arm": label, "metric": metric, "unit": unit, "value": value}
             made.append(_row("traces_sensitivity", name, **given, command=f"--checkpoints {name} --sensitivity"))
     return made
 

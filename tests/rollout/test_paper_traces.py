@@ -4,6 +4,7 @@ import numpy as np
 import pytest
 
 from kv4rl.paper import PUBLISHED, REPLAY_SHAPES
+from kv4rl.results import read_rows
 from kv4rl.rollout import paper_traces
 from kv4rl.rollout.fits import CAP, FITS, Fit, fit
 from kv4rl.rollout.simulator import summarize
@@ -78,7 +79,24 @@ def test_rows_carry_every_metric_with_its_unit_and_extremes(monkeypatch):
     assert row["low"] <= row["value"] <= row["high"] and (row["n"], row["unit"], row["scope"]) == (2, "x", "simulated")
     assert by_key["partial", "phase3_context_tokens"]["unit"] == "tokens"
     assert "--checkpoints tiny --seeds 2" in row["command"]
-    assert len(paper_traces.sensitivity_rows("tiny")) == 5 * len(paper_traces.variations(short))
+    varied = paper_traces.sensitivity_rows("tiny")
+    assert (
+        len({(row["arm"], row["metric"]) for row in varied}) == len(varied) == 7 * len(paper_traces.variations(short))
+    )
+    as_fitted = {row["metric"]: row for row in varied if row["arm"] == "as fitted"}
+    assert as_fitted["partial_resident_kv_gb"]["unit"] == "GB"
+    volumes = [as_fitted[f"{arm}_resident_kv_gb"]["value"] for arm in ("partial", "sync")]
+    assert volumes[0] / volumes[1] == pytest.approx(as_fitted["resident_kv_ratio"]["value"])
+
+
+def test_the_stored_ratios_of_fig_2_are_within_fifteen_percent_of_the_papers():
+    stored = {row["metric"]: row for row in read_rows("rollout.csv", experiment="traces", shape="4B-300")
+              if row["arm"] == "partial_over_sync"}  # fmt: skip
+    published = {name.split("/")[-1]: item for name, item in PUBLISHED.items() if name.startswith("trace/4b-300/")}
+    compared = stored.keys() & published.keys()
+    assert len(compared) == 5
+    for metric in compared:
+        assert float(stored[metric]["value"]) == pytest.approx(published[metric].value, rel=0.15), metric
 
 
 def paper_traces_config(arm):
