@@ -11,16 +11,22 @@ from dataclasses import dataclass
 import numpy as np
 
 from kv4rl.config import require
-from kv4rl.theory.lengths import LengthDistribution
+from kv4rl.theory.lengths import LengthDistribution, finite, whole
 
 
 def logical_work(prompt_tokens, length_tokens):
-    """Q(P, L) = P L + L (L - 1) / 2 (§4.1): context positions one response reads while it decodes."""
+    """Q(P, L) = P L + L (L - 1) / 2 (§4.1): context positions one response reads while it decodes.
+
+    Numbers or arrays. Raises `ValueError` for a prompt below 0 or a length below 1, NaN included.
+    """
+    require(bool(np.all(np.greater_equal(prompt_tokens, 0))), "prompt_tokens", prompt_tokens, "numbers >= 0")
+    require(bool(np.all(np.greater_equal(length_tokens, 1))), "length_tokens", length_tokens, "numbers >= 1")
     return prompt_tokens * length_tokens + length_tokens * (length_tokens - 1) / 2
 
 
 def refill_context(lengths: LengthDistribution, prompt_tokens: float = 0) -> float:
     """Mean context under continuous refill, in tokens (Eq. 4.1, A4): P + E[L(L-1)] / (2 E[L])."""
+    _check_prompt(prompt_tokens)
     return prompt_tokens + (lengths.moment(2) - lengths.mean) / (2 * lengths.mean)
 
 
@@ -29,15 +35,16 @@ def refill_context_from_moments(mean: float, variance: float, prompt_tokens: flo
 
     Raises `ValueError` for an infinite variance: the identity of Prop. 4.1 needs E[L^2] to be finite.
     """
-    require(math.isfinite(mean) and mean >= 1, "mean", mean, "a finite number >= 1")
+    _check_prompt(prompt_tokens)
+    require(finite(mean) and mean >= 1, "mean", mean, "a finite number >= 1")
     expected = "a finite number >= 0: Prop. 4.1 needs a finite second moment"
-    require(math.isfinite(variance) and variance >= 0, "variance", variance, expected)
+    require(finite(variance) and variance >= 0, "variance", variance, expected)
     return prompt_tokens + (mean - 1) / 2 + variance / (2 * mean)
 
 
 def expected_max(lengths: LengthDistribution, slots: int, order: int = 1) -> float:
     """E[M_B^order] with M_B = max of `slots` independent lengths: the duration of a synchronous wave (§C.3)."""
-    _check_slots(slots)
+    require_slots(slots)
     # F^B through log1p of the survival: exact where F is close to one, which is where M_B lives.
     with np.errstate(divide="ignore"):
         cdf_power = np.exp(slots * np.log1p(-lengths.survival))
@@ -52,18 +59,20 @@ def kv_concentration(lengths: LengthDistribution, slots: int) -> float:
 
 def refill_volume(lengths: LengthDistribution, slots: int, prompt_tokens: float = 0) -> float:
     """Mean resident context of continuous refill over all slots, in positions (A4 over kappa): B q / E[L]."""
-    _check_slots(slots)
+    require_slots(slots)
     return slots * refill_context(lengths, prompt_tokens)
 
 
 def wave_volume(lengths: LengthDistribution, slots: int, prompt_tokens: float = 0) -> float:
     """Mean resident context of synchronous waves, in positions (A6 over kappa): B q / E[M_B]."""
+    _check_prompt(prompt_tokens)
     work = prompt_tokens * lengths.mean + (lengths.moment(2) - lengths.mean) / 2
     return slots * work / expected_max(lengths, slots)
 
 
 def wave_occupancy(lengths: LengthDistribution, slots: int) -> float:
     """Mean active requests of synchronous waves (A7): B E[L] / E[M_B]. Continuous refill holds B."""
+    require_slots(slots)
     return slots * lengths.mean / expected_max(lengths, slots)
 
 
@@ -73,6 +82,7 @@ def wave_context(lengths: LengthDistribution, slots: int, prompt_tokens: float =
     The low-occupancy tail counts as much as the full start; weighted by slot instead (A9) the context of a wave is
     that of continuous refill, `refill_context`.
     """
+    _check_prompt(prompt_tokens)
     first = expected_max(lengths, slots)
     return prompt_tokens + (expected_max(lengths, slots, order=2) - first) / (2 * first)
 
@@ -107,20 +117,28 @@ def slot_context(prompts, lengths, probabilities=None) -> SlotContext:
     """Slot-weighted context for pairs (P, L) (Eq. A9, A10), valid for any schedule that keeps prefixes.
 
     prompts, lengths: integers [n], the pairs; probabilities: [n] summing to one, or None for equally likely pairs.
+    Raises `ValueError` for anything else; a pair of infinite length has no finite second moment (Prop. 4.1).
     """
     prompts, lengths = np.asarray(prompts, dtype=np.float64), np.asarray(lengths, dtype=np.float64)
     require(lengths.ndim == 1 and lengths.size > 0, "lengths", lengths, "a non-empty list")
     require(prompts.shape == lengths.shape, "prompts", prompts.shape, f"one prompt length per length, {lengths.shape}")
-    require(bool(np.all(lengths >= 1)), "lengths", lengths.min(), "lengths >= 1")
-    require(bool(np.all(prompts >= 0)), "prompts", prompts.min(), "lengths >= 0")
-    given = np.full(lengths.shape, 1 / lengths.size) if probabilities is None else np.asarray(probabilities)
+    for name, values, least in (("lengths", lengths, 1), ("prompts", prompts, 0)):
+        integers = np.isfinite(values) & (values == np.floor(values)) & (values >= least)
+        require(bool(np.all(integers)), name, values[~integers].tolist(), f"finite integers, {name} >= {least}")
+    equal = np.full(lengths.shape, 1 / lengths.size)
+    given = equal if probabilities is None else np.asarray(probabilities, dtype=np.float64)
     require(given.shape == lengths.shape, "probabilities", given.shape, f"shape {lengths.shape}")
-    require(bool(np.all(given >= 0)), "probabilities", given.min(), "numbers >= 0")
+    require(bool(np.all(given >= 0)), "probabilities", float(given.min()), "numbers >= 0")
     require(abs(math.fsum(given) - 1) <= 1e-9, "probabilities", math.fsum(given), "a sum of 1")
     mean, prompt_mean = float(given @ lengths), float(given @ prompts)
     covariance = float(given @ ((prompts - prompt_mean) * (lengths - mean)))
     return SlotContext(prompt_mean, covariance / mean, float(given @ (lengths * (lengths - 1))) / (2 * mean))
 
 
-def _check_slots(slots: int) -> None:
-    require(slots == int(slots) and slots >= 1, "slots", slots, "an integer >= 1")
+def require_slots(slots: int, least: int = 1) -> None:
+    """Raise `ValueError` unless `slots` is a whole number of at least `least`."""
+    require(whole(slots) and slots >= least, "slots", slots, f"an integer >= {least}")
+
+
+def _check_prompt(prompt_tokens: float) -> None:
+    require(finite(prompt_tokens) and prompt_tokens >= 0, "prompt_tokens", prompt_tokens, "a finite number >= 0")

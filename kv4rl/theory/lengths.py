@@ -3,6 +3,7 @@
 import csv
 import functools
 import math
+import numbers
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -12,6 +13,16 @@ import numpy as np
 from kv4rl.config import require
 
 _NEGLIGIBLE = 1e-18  # survival probability at which an unbounded geometric tail is cut: below float64's resolution
+
+
+def finite(value: object) -> bool:
+    """Whether `value` is a finite number, Python's or numpy's (a bool is none)."""
+    return isinstance(value, numbers.Real) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def whole(value: object) -> bool:
+    """Whether `value` is a finite number without a fractional part, of an integer type or a float."""
+    return finite(value) and value == int(value)
 
 
 @dataclass(frozen=True, eq=False)
@@ -27,6 +38,7 @@ class LengthDistribution:
     def __post_init__(self):
         support, probabilities = np.asarray(self.support), np.asarray(self.probabilities, dtype=np.float64)
         require(support.ndim == 1 and support.size > 0, "support", self.support, "a non-empty list of lengths")
+        require(support.dtype.kind in "iuf", "support", self.support, "numbers")
         require(bool(np.all(np.isfinite(support))), "support", self.support, "finite lengths")
         require(bool(np.all(support == np.floor(support))), "support", self.support, "integer lengths")
         require(support.min() >= 1, "support", support.min(), "lengths >= 1")
@@ -88,7 +100,7 @@ class LengthDistribution:
     @classmethod
     def geometric(cls, mean: float, cap: int | None = None) -> "LengthDistribution":
         """Pr(L = l) = p (1 - p)^(l - 1) with p = 1 / mean; `cap`, if given, takes the mass beyond it."""
-        require(math.isfinite(mean) and mean >= 1, "mean", mean, "a finite number >= 1")
+        require(finite(mean) and mean >= 1, "mean", mean, "a finite number >= 1")
         stop = 1.0 - 1.0 / mean  # probability to go on after each token
         if cap is None:
             cap = 1 if stop == 0 else 1 + math.ceil(math.log(_NEGLIGIBLE) / math.log(stop))
@@ -98,8 +110,8 @@ class LengthDistribution:
     def lognormal(cls, median: float, sigma: float, cap: int) -> "LengthDistribution":
         """exp(N(log median, sigma^2)) rounded up to whole tokens; the cap takes the mass beyond it, as a token limit
         does. `median` is that of the uncapped law; without a cap the law is fitted by no finite model."""
-        require(math.isfinite(median) and median > 0, "median", median, "a finite number > 0")
-        require(math.isfinite(sigma) and sigma > 0, "sigma", sigma, "a finite number > 0")
+        require(finite(median) and median > 0, "median", median, "a finite number > 0")
+        require(finite(sigma) and sigma > 0, "sigma", sigma, "a finite number > 0")
         scale = sigma * math.sqrt(2)
         erfc = np.frompyfunc(math.erfc, 1, 1)
         return _from_survival(lambda length: 0.5 * erfc(np.log(length / median) / scale).astype(np.float64), cap)
@@ -107,6 +119,7 @@ class LengthDistribution:
     @classmethod
     def bimodal(cls, short: int, long: int, long_share: float) -> "LengthDistribution":
         """Two lengths: `long` with probability `long_share`, else `short`."""
+        require(whole(short) and whole(long), "short, long", (short, long), "two integers")
         require(short < long, "short", short, f"less than long={long}")
         require(0 < long_share < 1, "long_share", long_share, "a number in (0, 1)")
         return cls(np.array([short, long]), np.array([1 - long_share, long_share]))
@@ -114,8 +127,8 @@ class LengthDistribution:
     @classmethod
     def pareto(cls, minimum: int, exponent: float, cap: int | None = None) -> "LengthDistribution":
         """Power-law tail, Pr(L > l) = (l / minimum)^-exponent from `minimum` on; the cap takes the rest."""
-        require(exponent > 0, "exponent", exponent, "a number > 0")
-        require(minimum >= 1, "minimum", minimum, "an integer >= 1")
+        require(finite(exponent) and exponent > 0, "exponent", exponent, "a number > 0")
+        require(whole(minimum) and minimum >= 1, "minimum", minimum, "an integer >= 1")
         if cap is None:
             reason = (
                 "E[L^2] is infinite, and Prop. 4.1 needs it finite" if exponent <= 2 else "the support is unbounded"
@@ -157,7 +170,8 @@ class LengthDistribution:
 
 def _from_survival(survival, cap: int) -> LengthDistribution:
     """The law on 1 … cap with Pr(L > l) = survival(l) for l < cap; zero-probability lengths are left out."""
-    require(cap == int(cap) and cap >= 1, "cap", cap, "an integer >= 1")
+    require(whole(cap) and cap >= 1, "cap", cap, "a token limit, an integer >= 1")
+    cap = int(cap)
     lengths = np.arange(1, cap, dtype=np.float64)
     beyond = np.concatenate([[1.0], np.asarray(survival(lengths), dtype=np.float64), [0.0]])
     probabilities = beyond[:-1] - beyond[1:]

@@ -6,8 +6,8 @@ An estimate, not a measurement: continuous refill (Prop. 4.1) bounded by slots a
 from dataclasses import dataclass, replace
 
 from kv4rl.config import PAGE_TOKENS, KVConfig, require
-from kv4rl.theory.concentration import refill_context
-from kv4rl.theory.lengths import LengthDistribution
+from kv4rl.theory.concentration import refill_context, require_slots
+from kv4rl.theory.lengths import LengthDistribution, finite
 from kv4rl.theory.roofline import BF16_BYTES, ModelShape, weight_bytes
 from kv4rl.theory.step_cost import StepCost
 
@@ -37,6 +37,8 @@ def kv_budget_bytes(
     """Memory per GPU that is left for the KV cache, after weights and what is reserved."""
     weights = weight_bytes(model, tensor_parallel=tensor_parallel)
     embedding = 0 if model.tied_embedding else model.vocab * model.hidden * BF16_BYTES / tensor_parallel
+    for name, value in (("hbm_bytes", hbm_bytes), ("reserved_bytes", reserved_bytes)):
+        require(finite(value) and value >= 0, name, value, "a finite number >= 0")
     left = hbm_bytes - reserved_bytes - weights - embedding
     expected = f"more than weights and reserve, {(reserved_bytes + weights + embedding) / 1e9:.1f} GB"
     require(left > 0, "hbm_bytes", hbm_bytes, expected)
@@ -52,14 +54,14 @@ def plan(
     kv_budget: float | None = None,
 ) -> Plan:
     """Plan one replica. `cost` carries model, cache format and rates; `kv_budget` in bytes, or None to derive it."""
-    require(slots >= 1, "slots", slots, "an integer >= 1")
-    require(prompt_tokens >= 0, "prompt_tokens", prompt_tokens, "a number >= 0")
+    require_slots(slots)
+    context = refill_context(lengths, prompt_tokens)
     if kv_budget is None:
         kv_budget = kv_budget_bytes(cost.model, tensor_parallel=cost.tensor_parallel)
     side = cost.slot_bytes * slots
+    require(finite(kv_budget), "kv_budget", kv_budget, "a finite number of bytes")
     require(kv_budget > side, "kv_budget", kv_budget, f"more than the side buffers of {slots} slots, {side:.0f} bytes")
     pages = int((kv_budget - side) / cost.page_bytes)
-    context = refill_context(lengths, prompt_tokens)
     # On average the last page of a request is half empty.
     by_pages = pages * PAGE_TOKENS / (context + PAGE_TOKENS / 2)
     active = min(slots, by_pages)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from kv4rl.config import require
+from kv4rl.theory.lengths import finite, whole
 
 BF16_BYTES = 2
 H200_BANDWIDTH = 4.8e12  # bytes/s, vendor peak (§B.4)
@@ -30,7 +31,7 @@ class ModelShape:
     def __post_init__(self):
         for name in ("layers", "hidden", "intermediate", "query_heads", "kv_heads", "head_dim", "vocab"):
             value = getattr(self, name)
-            require(value == int(value) and value >= 1, name, value, "an integer >= 1")
+            require(whole(value) and value >= 1, name, value, "an integer >= 1")
         require(
             self.query_heads % self.kv_heads == 0, "query_heads", self.query_heads, f"a multiple of {self.kv_heads}"
         )
@@ -104,8 +105,10 @@ def demands(
     flops: float = H200_BF16_FLOPS,
 ) -> Demands:
     """The three demands at B active requests whose contexts sum to `context_tokens` (B lbar)."""
-    require(active_requests > 0, "active_requests", active_requests, "a number > 0")
-    require(context_tokens >= 0, "context_tokens", context_tokens, "a number >= 0")
+    given = {"active_requests": active_requests, "bandwidth": bandwidth, "flops": flops}
+    for name, value in given.items():
+        require(finite(value) and value > 0, name, value, "a finite number > 0")
+    require(finite(context_tokens) and context_tokens >= 0, "context_tokens", context_tokens, "a finite number >= 0")
     parallel = {"tensor_parallel": tensor_parallel}
     return Demands(
         weights_ms=weight_bytes(model, **parallel) / bandwidth * 1e3,
@@ -116,6 +119,6 @@ def demands(
 
 def _ranks(model: ModelShape, tensor_parallel: int) -> int:
     ranks = tensor_parallel
-    fits = ranks == int(ranks) and ranks >= 1 and model.kv_heads % ranks == 0
+    fits = whole(ranks) and ranks >= 1 and model.kv_heads % ranks == 0
     require(fits, "tensor_parallel", ranks, f"a divisor of kv_heads={model.kv_heads}")
     return ranks

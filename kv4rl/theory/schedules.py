@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from kv4rl.config import require
-from kv4rl.theory.concentration import logical_work
-from kv4rl.theory.lengths import LengthDistribution
+from kv4rl.theory.concentration import logical_work, require_slots
+from kv4rl.theory.lengths import LengthDistribution, whole
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,8 @@ class Refill:
 
 def simulate_waves(lengths: LengthDistribution, slots: int, prompt_tokens: int, *, waves: int, seed: int) -> Waves:
     """`waves` independent waves of `slots` responses each; cycles of the renewal-reward theorem (A3)."""
-    require(waves >= 2, "waves", waves, "an integer >= 2")
+    require_slots(slots)
+    require(whole(waves) and waves >= 2, "waves", waves, "an integer >= 2")
     drawn = lengths.sample((waves, slots), np.random.default_rng(seed))
     duration = drawn.max(axis=1)
     work, busy = logical_work(prompt_tokens, drawn).sum(axis=1), drawn.sum(axis=1)
@@ -58,7 +59,8 @@ def simulate_refill(lengths: LengthDistribution, slots: int, prompt_tokens: int,
 
     Errors come from the spread over slots, which are independent.
     """
-    require(slots >= 2 and steps >= 1, "slots, steps", (slots, steps), "at least 2 slots and 1 step")
+    require_slots(slots, least=2)
+    require(whole(steps) and steps >= 1, "steps", steps, "an integer >= 1")
     rng = np.random.default_rng(seed)
     context, seen = np.empty(slots), np.empty(slots)
     for slot in range(slots):

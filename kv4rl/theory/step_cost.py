@@ -49,6 +49,9 @@ class StepCost:
     tensor_parallel: int = 2
     rates: Rates = field(default_factory=Rates)
 
+    def __post_init__(self):
+        weight_bytes(self.model, tensor_parallel=self.tensor_parallel)  # raises for a size that does not divide
+
     @property
     def page_bytes(self) -> float:
         """Bytes of one 16-token page over all layers and the shard's KV heads."""
