@@ -100,6 +100,9 @@ class RolloutConfig:
             require_integer(getattr(self, name), name, 1)
         for name in ("max_response_tokens", "max_active_requests", "step_tokens", "workspace_tokens", "cache_pages"):
             require_integer(getattr(self, name), name, 1)
+        negative = isinstance(self.oversubscription, int | float) and self.oversubscription < 0
+        holds = f"a number >= 0: the pool, T (1 + oversubscription), must hold the quota, T={self.groups_per_update}"
+        require(not negative, "oversubscription", self.oversubscription, holds)
         require_number(self.oversubscription, "oversubscription", 0, MAX_OVERSUBSCRIPTION)
         require_number(self.temperature, "temperature", 0, open_low=True)
         require_number(self.top_p, "top_p", 0, 1, open_low=True)
