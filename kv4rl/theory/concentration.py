@@ -17,10 +17,10 @@ from kv4rl.theory.lengths import LengthDistribution, finite, whole
 def logical_work(prompt_tokens, length_tokens):
     """Q(P, L) = P L + L (L - 1) / 2 (§4.1): context positions one response reads while it decodes.
 
-    Numbers or arrays. Raises `ValueError` for a prompt below 0 or a length below 1, NaN included.
+    Numbers or arrays. Raises `ValueError` for a prompt or a length below 0, NaN included.
     """
     require(bool(np.all(np.greater_equal(prompt_tokens, 0))), "prompt_tokens", prompt_tokens, "numbers >= 0")
-    require(bool(np.all(np.greater_equal(length_tokens, 1))), "length_tokens", length_tokens, "numbers >= 1")
+    require(bool(np.all(np.greater_equal(length_tokens, 0))), "length_tokens", length_tokens, "numbers >= 0")
     return prompt_tokens * length_tokens + length_tokens * (length_tokens - 1) / 2
 
 

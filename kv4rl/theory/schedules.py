@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 
 from kv4rl.config import require
-from kv4rl.theory.concentration import logical_work, require_slots
+from kv4rl.theory.concentration import logical_work, require_slots, slot_context
 from kv4rl.theory.lengths import LengthDistribution, whole
 
 
@@ -75,6 +75,30 @@ def simulate_refill(lengths: LengthDistribution, slots: int, prompt_tokens: int,
         context=mean,
         length_seen=Estimate(seen.mean(), seen.std(ddof=1) / slots**0.5),
     )
+
+
+def simulate_pairs(prompts, lengths, slots: int, *, steps: int, seed: int) -> Estimate:
+    """Mean context of a slot under continuous refill with pairs (P, L) as dependent as they come (Eq. A10).
+
+    prompts, lengths: integers [n], each pair equally likely. The error comes from the spread over slots.
+    """
+    slot_context(prompts, lengths)  # refuses pairs that cannot be used
+    require_slots(slots, least=2)
+    require(whole(steps) and steps >= 1, "steps", steps, "an integer >= 1")
+    prompts, lengths = np.asarray(prompts), np.asarray(lengths)
+    most = int(steps // lengths.min()) + 1
+    chosen = np.random.default_rng(seed).integers(len(lengths), size=(slots, most))  # [slots, responses]
+    own = lengths[chosen]
+    lived = np.clip(steps - (np.cumsum(own, axis=1) - own), 0, own)  # the last one is cut, those after it never begin
+    context = logical_work(prompts[chosen], lived).sum(axis=1) / steps
+    return Estimate(float(context.mean()), float(context.std(ddof=1) / slots**0.5))
+
+
+def volume_ratio(refill: Refill, waves: Waves) -> Estimate:
+    """C_KV as a quotient of two sampled volumes (Eq. 4.1); the runs must not share a seed, or the error is not this."""
+    value = refill.volume.value / waves.volume.value
+    relative = np.hypot(refill.volume.error / refill.volume.value, waves.volume.error / waves.volume.value)
+    return Estimate(float(value), float(value * relative))
 
 
 def _fill(lengths: LengthDistribution, steps: int, rng: np.random.Generator) -> np.ndarray:

@@ -48,6 +48,25 @@ def test_synchronous_waves_meet_the_exact_wave_within_their_error(seed):
     assert abs(summary.slot_context - work) <= spread
 
 
+@pytest.mark.parametrize("seed", range(20))
+def test_the_quota_collector_keeps_the_slot_context_of_the_proposition(seed):
+    """Eq. A10 for a schedule that pauses and resumes (§C.4), prompts of varying length and siblings alike."""
+    prompts, warmup, rounds = LengthDistribution.lognormal(20, 0.5, cap=80), 10, 40
+    workload = Workload(LAW, prompts, 0.4, seed=seed, siblings=4)
+    rows = run(rounds, workload, max_prompt_tokens=80).trace.columns()
+    counted = rows["collection"] >= warmup
+    found = rows["context_tokens"][counted].sum() / rows["decode_tokens"][counted].sum()
+    exact = concentration.refill_context(decode_law(LAW), prompts.mean + 1)  # with the token being written
+    # One group is the independent unit: the error of the ratio comes from the spread over groups.
+    groups = [workload.group(index) for index in range((rounds - warmup) * CONFIG.groups_per_update)]
+    lengths = np.array([own for _, own in groups]) - 1
+    work = concentration.logical_work(np.array([[prompt + 1] for prompt, _ in groups]), lengths).sum(axis=1)
+    busy = lengths.sum(axis=1)
+    error = (work - exact * busy).std(ddof=1) / busy.mean() / len(groups) ** 0.5
+    assert abs(found - exact) <= 4.5 * error
+    assert rows["active_requests"][counted].std() > 5  # though the batch swells and shrinks
+
+
 def test_both_schedules_do_the_same_work_for_the_same_responses():
     sync, partial = run(collector="sync"), run(collector="partial")
     trained = np.concatenate(sync.trained_lengths)

@@ -10,7 +10,7 @@ from kv4rl.theory import roofline
 from kv4rl.theory.lengths import LengthDistribution
 from kv4rl.theory.planner import kv_budget_bytes, plan
 from kv4rl.theory.roofline import QWEN3_4B, ModelShape
-from kv4rl.theory.schedules import simulate_refill, simulate_waves
+from kv4rl.theory.schedules import simulate_pairs, simulate_refill, simulate_waves
 from kv4rl.theory.step_cost import StepCost
 
 LAW = LengthDistribution.bimodal(10, 200, 0.1)
@@ -30,10 +30,12 @@ CASES = {
     "prompt of a wave's context": (lambda: c.wave_context(LAW, 4, INF), "prompt_tokens=inf"),
     "prompt beside moments": (lambda: c.refill_context_from_moments(2, 1, NAN), "prompt_tokens=nan"),
     "work of a negative prompt": (lambda: c.logical_work(-1, 5), "prompt_tokens=-1: expected numbers >= 0"),
-    "work of no response": (lambda: c.logical_work(1, 0), "length_tokens=0: expected numbers >= 1"),
+    "work of a negative length": (lambda: c.logical_work(1, -1), "length_tokens=-1: expected numbers >= 0"),
     "no waves": (lambda: simulate_waves(LAW, 4, 1, waves=0, seed=0), "waves=0: expected an integer >= 2"),
     "refill for half a step": (lambda: simulate_refill(LAW, 4, 1, steps=0.5, seed=0), r"steps=0\.5: expected an int"),
     "refill of one slot": (lambda: simulate_refill(LAW, 1, 1, steps=9, seed=0), "slots=1: expected an integer >= 2"),
+    "pairs without lengths": (lambda: simulate_pairs([1], [0], 4, steps=9, seed=0), r"lengths=\[0\.0\]"),
+    "pairs in one slot": (lambda: simulate_pairs([1], [2], 1, steps=9, seed=0), "slots=1: expected an integer >= 2"),
     "no cap": (lambda: LengthDistribution.lognormal(10, 1, None), "cap=None: expected a token limit, an integer >= 1"),
     "fractional cap": (lambda: LengthDistribution.lognormal(10, 1, 9.5), r"cap=9\.5"),
     "infinite cap": (lambda: LengthDistribution.geometric(10, cap=INF), "cap=inf: expected a token limit"),

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from kv4rl.theory import concentration as c
 from kv4rl.theory.lengths import LengthDistribution
-from kv4rl.theory.schedules import Estimate, simulate_refill, simulate_waves
+from kv4rl.theory.schedules import Estimate, simulate_pairs, simulate_refill, simulate_waves, volume_ratio
 
 SEEDS = range(20)
 
@@ -138,6 +138,41 @@ def test_simulated_refill_falls_in_the_band_over_twenty_seeds(law):
         assert inside(refill.context, c.refill_context(law, prompt))
         assert inside(refill.volume, c.refill_volume(law, slots, prompt))
         assert inside(refill.length_seen, c.length_biased(law).mean)
+
+
+@pytest.mark.parametrize("law", LAWS.values(), ids=LAWS.keys())
+def test_the_simulated_factor_falls_in_the_band_over_twenty_seeds(law):
+    slots, prompt = 32, 20
+    exact = c.kv_concentration(law, slots)
+    for seed in SEEDS:
+        refill = simulate_refill(law, slots, prompt, steps=20000, seed=seed)
+        factor = volume_ratio(refill, simulate_waves(law, slots, prompt, waves=400, seed=seed + 1000))
+        assert inside(factor, exact)
+        assert not inside(factor, 1)  # the band is narrow enough to see that there is an effect
+
+
+def correlated_pairs(seed, count=400):
+    """Long problems, long answers: prompt lengths that follow the response lengths and a noise of their own."""
+    rng = np.random.default_rng(seed)
+    lengths = LAWS["lognormal"].sample(count, rng)
+    return rng.integers(5, 40, count) + (rng.uniform(0.2, 0.8) * lengths).astype(int), lengths
+
+
+def test_correlated_prompts_fall_in_the_band_of_a10_over_twenty_seeds():
+    without_covariance = 0
+    for seed in SEEDS:
+        prompts, lengths = correlated_pairs(seed)
+        found = simulate_pairs(prompts, lengths, 32, steps=20000, seed=seed + 1000)
+        parts = c.slot_context(prompts, lengths)
+        assert inside(found, parts.total)
+        without_covariance += inside(found, parts.prompt_mean + parts.response)
+    assert without_covariance < len(SEEDS) / 2  # the covariance term of A10 is no decoration
+
+
+def test_pairs_of_one_prompt_length_are_plain_refill():
+    lengths = LAWS["bimodal"].sample(500, np.random.default_rng(3))
+    found = simulate_pairs(np.full(500, 20), lengths, 32, steps=20000, seed=7)
+    assert inside(found, c.refill_context(LengthDistribution.empirical(lengths), 20))
 
 
 def test_the_band_is_narrow_enough_to_catch_the_unbiased_mean():
