@@ -22,6 +22,7 @@ class Plan:
 
     kv_budget_gb: float  # memory left for the cache, per GPU
     pages: int  # 16-token pages of the main cache
+    slots: int  # requests the engine may hold; each owns a side buffer
     side_buffer_gb: float
     active_requests: float  # the smaller of the slots and what the pages hold on average
     limited_by: str  # "slots" or "pages"
@@ -69,6 +70,7 @@ def plan(
     return Plan(
         kv_budget_gb=kv_budget / 1e9,
         pages=pages,
+        slots=int(slots),
         side_buffer_gb=side / 1e9,
         active_requests=active,
         limited_by="pages" if by_pages < slots else "slots",

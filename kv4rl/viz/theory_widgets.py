@@ -7,6 +7,7 @@ import plotly.graph_objects as go
 
 from kv4rl.config import require
 from kv4rl.theory.lengths import LengthDistribution
+from kv4rl.theory.planner import H200_BYTES, kv_budget_bytes
 from kv4rl.theory.roofline import QWEN3_4B, QWEN3_8B
 from kv4rl.theory.step_cost import StepCost
 from kv4rl.viz.concentration import explore
@@ -52,22 +53,23 @@ def concentration_explorer() -> Explorer:
 
 
 def planner_explorer() -> Explorer:
-    """Model, GPUs, memory, protection and lengths in; pages, requests, volume and throughput out."""
+    """Model, GPUs and their memory, protection, law and prompt in; pages, requests, volume and both speedups out."""
 
-    def draw(model, tensor_parallel, slots, sink_tokens, recent_tokens, mean, spread, prompt_tokens) -> go.Figure:
+    def draw(model, tensor_parallel, hbm_gb, family, mean, spread, **given) -> go.Figure:
         cost = StepCost(MODELS[model], tensor_parallel=tensor_parallel)
-        protection = {"sink_tokens": sink_tokens, "recent_tokens": recent_tokens}
-        lengths = law("log-normal", mean, spread)
-        return plan_figure(cost, lengths, prompt_tokens=prompt_tokens, slots=slots, **protection)
+        budget = kv_budget_bytes(cost.model, tensor_parallel=tensor_parallel, hbm_bytes=hbm_gb * 1e9)
+        return plan_figure(cost, law(family, mean, spread), kv_budget=budget, **given)
 
     return Explorer(
         draw,
         {
             "model": widgets.Dropdown(options=list(MODELS), value="Qwen3-8B", description="model"),
             "tensor_parallel": widgets.Dropdown(options=[1, 2, 4, 8], value=2, description="TP"),
+            "hbm_gb": slider(widgets.IntSlider, round(H200_BYTES / 1e9), 100, 288, 1, "GB a GPU"),
             "slots": stops(1024, [128, 256, 512, 1024, 2048], "slots"),
             "sink_tokens": slider(widgets.IntSlider, 16, 0, 64, 16, "sink"),
             "recent_tokens": slider(widgets.IntSlider, 128, 0, 512, 16, "recent"),
+            "family": widgets.Dropdown(options=FAMILIES, value="log-normal", description="law"),
             "mean": slider(widgets.IntSlider, 4500, 200, 8000, 100, "mean length"),
             "spread": slider(widgets.FloatSlider, 0.6, 0.1, 1.5, 0.05, "spread"),
             "prompt_tokens": slider(widgets.IntSlider, 130, 0, 1024, 10, "prompt"),

@@ -92,8 +92,29 @@ def test_the_plan_table_has_a_line_a_precision_and_bf16_is_its_own_yardstick():
     rows = planner.plan_rows(StepCost(QWEN3_8B), LAW, prompt_tokens=100, sink_tokens=16, recent_tokens=128)
     assert [row["cache"] for row in rows] == ["BF16", "KV8", "KV4", "KV4-RL"]
     assert rows[0]["decode speedup"] == rows[0]["rollout speedup"] == "1.00x"
-    figure = planner.plan_figure(StepCost(QWEN3_8B), LAW, prompt_tokens=100)
-    assert len(figure.data) == 3 and len(figure.data[0].y) == 4
+
+
+def test_the_plan_figure_draws_what_the_plan_table_lists():
+    given = {"prompt_tokens": 100, "slots": 2048, "kv_budget": 30e9, "sink_tokens": 32, "recent_tokens": 64}
+    rows, figure = (make(StepCost(QWEN3_8B), LAW, **given) for make in (planner.plan_rows, planner.plan_figure))
+    titles = [note.text for note in figure.layout.annotations]
+    assert [title.split(" (")[0] for title in titles] == [
+        "pages, thousands", "active requests of 2,048 slots", "resident KV, GB", "decode speedup", "rollout speedup",
+    ]  # fmt: skip
+    columns = ("pages", "active requests", "resident KV, GB", "decode speedup", "rollout speedup")
+    for bars, column, scale in zip(figure.data, columns, (1e3, 1, 1, 1, 1), strict=True):
+        listed = [float(row[column].split(" (")[0].rstrip("x").replace(",", "")) for row in rows]
+        assert [y * scale for y in bars.y] == pytest.approx(listed, rel=0.02), column
+
+
+def test_the_planner_takes_memory_and_law_and_counts_both():
+    explorer = theory_widgets.planner_explorer()
+    pages = explorer.figure.data[0].y
+    explorer.controls["hbm_gb"].value = 180
+    assert all(more > fewer for more, fewer in zip(explorer.figure.data[0].y, pages, strict=True))
+    requests = explorer.figure.data[1].y
+    explorer.controls["family"].value = "geometric"
+    assert explorer.figure.data[1].y != requests
 
 
 @pytest.mark.parametrize("make", [theory_widgets.concentration_explorer, theory_widgets.planner_explorer])
