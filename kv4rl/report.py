@@ -12,10 +12,14 @@ from plotly.offline import get_plotlyjs
 
 from kv4rl import results, train_rows
 from kv4rl.compare import compare
-from kv4rl.viz.fidelity import sampler_kl_bars
+from kv4rl.fidelity.orderings import MODELS, ORDERINGS
+from kv4rl.paper import PUBLISHED
+from kv4rl.viz.fidelity import arm_bars, sampler_kl_bars, width_sweeps
+from kv4rl.viz.orderings import not_held
 from kv4rl.viz.style import use_template
 from kv4rl.viz.training import learning_curves
 
+PANELS = (("A3",), ("A4a", "A4b", "A4c"))  # one figure each; A3 has Fig. 4b's arms and more
 STYLE = """
 body { font: 16px/1.5 Helvetica, Arial, sans-serif; max-width: 1120px; margin: 2rem auto; padding: 0 1rem; color: #222 }
 table { border-collapse: collapse; font-size: 14px } td, th { padding: 4px 10px; border-bottom: 1px solid #ddd;
@@ -58,13 +62,35 @@ def learning_section() -> str:
 
 
 def fidelity_section() -> str:
-    """Sampler KL bars, one figure a model."""
+    """Sampler KL: the loop's bars, Fig. 4b and A3, 4c and A4 from rows, and a table of the orderings that fail."""
     path = results.RESULTS / "fidelity.csv"
-    rows = results.read_rows(path, metric="sampler_kl", shape="loop") if path.exists() else []
-    models = sorted({row["model"] for row in rows})
-    return "".join(
-        figure_html(sampler_kl_bars([row for row in rows if row["model"] == model], title=model)) for model in models
-    )
+    rows = results.read_rows(path, experiment="fidelity") if path.exists() else []
+    kls = [row for row in rows if row["metric"] == "sampler_kl"]
+    figures = [sampler_kl_bars(of_model, title=model) for model, of_model in by_model(kls, "loop").items()]
+    figures += [arm_bars([row for row in kls if row["shape"] in shapes]) for shapes in PANELS if by_model(kls, *shapes)]
+    published = PUBLISHED["fidelity/4b/kl_reduction_16_128"]
+    figures += [
+        width_sweeps(of_model, published=published, title=f"4c: {model}, {of_model[-1]['n']} states")
+        for model, of_model in by_model(kls, "4c").items()
+    ]
+    return "".join(map(figure_html, figures)) + exceptions_section(rows)
+
+
+def by_model(rows: list[dict], *shapes: str) -> dict[str, list[dict]]:
+    """The rows of these panels, by model; models without any are left out."""
+    chosen = [row for row in rows if row["shape"] in shapes]
+    models = sorted({row["model"] for row in chosen})
+    return {model: [row for row in chosen if row["model"] == model] for model in models}
+
+
+def exceptions_section(rows: list[dict]) -> str:
+    """What the paper orders or calls equal and these rows do not; empty without the rows of every panel asked."""
+    asked = {ordering.shape for ordering in ORDERINGS}
+    if any(asked - {row["shape"] for row in rows if row["model"] == model} for model in MODELS):
+        return ""
+    lines, reasons = not_held(rows)
+    listed = "".join(f"<li>{html.escape(reason)}</li>" for reason in reasons)
+    return f"<h3>Orderings of the paper that do not hold here</h3>{html_table(lines)}<ol>{listed}</ol>"
 
 
 def rows_section(file: str, where: dict) -> str:
