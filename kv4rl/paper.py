@@ -54,6 +54,9 @@ EVALUATION_TASKS = {
 CHECKPOINTS = {"4b": (100, 300, 500), "8b": (100, 250, 400)}
 EVALUATION_SEEDS = (42, 43, 44)  # §B.2
 
+# Software of the paper: name -> (version, locator).
+SOFTWARE = {"PyTorch": ("2.10.0", "§B.1"), "CUDA": ("12.8", "§B.1"), "vLLM": ("0.18.0", "§B.4")}
+
 # Table A4: what each timer includes.
 TIMING_SCOPES = {
     "decode_replay_ms": "captured forward, TP communication and argmax at fixed states",
@@ -129,6 +132,8 @@ ragged/warmup_calls | 10 | calls | §B.5
 ragged/timed_calls | 90 | calls | §B.5
 fidelity/4b/kl_reduction_16_128 | 7.0 | x | Fig. 4b
 fidelity/8b/kl_reduction_16_128 | 5.7 | x | Fig. A3c
+fidelity/4b/checkpoint | 300 | updates | §B.5
+fidelity/8b/checkpoint | 200 | updates | §B.5
 fidelity/prompts | 32 | prompts | §B.5
 fidelity/positions_per_response | 8 | positions | §B.5
 fidelity/bootstraps | 10000 | draws | §B.5

@@ -2,9 +2,11 @@
 
 The paper gives no length distribution. One family is fitted to each checkpoint: a log-normal body cut at the token
 limit, a share of responses that run to the limit, and a share of the log-variance that siblings have in common. The
-four numbers were chosen by simplex search so that the simulated partial collection meets Table A3's five phases and,
-where published, the ratios of Fig. 2, the volumes of §D.1 and the mean lengths of §6.2. The same laws give the forced
-lengths of rollout benchmarks.
+four numbers are such that the simulated partial collection meets Table A3's five phases and, where published, the
+ratios of Fig. 2, the volumes of §D.1 and the mean lengths of §6.2. They came from a simplex search of these targets
+whose weights were not kept. `python -m kv4rl.rollout.fits --checkpoint 4B-300 --iterations 4` weighs all targets alike,
+says how far off a fit is, and searches on from it (`fit_search.py`). The same laws give the forced lengths of rollout
+benchmarks.
 """
 
 from dataclasses import dataclass
@@ -64,3 +66,9 @@ def fit(name: str) -> Fit:
     """The fit of one checkpoint, e.g. "4B-300"."""
     require(name in FITS, "checkpoint", name, f"one of {', '.join(FITS)}")
     return FITS[name]
+
+
+if __name__ == "__main__":
+    from kv4rl.rollout.fit_search import main  # imports this module by its name
+
+    main()

@@ -5,7 +5,16 @@ import statistics
 import pytest
 
 from kv4rl.config import PAGE_TOKENS, GRPOConfig, KVConfig, RolloutConfig
-from kv4rl.paper import CHECKPOINTS, EVALUATION_TASKS, PRECISION_ROWS, PUBLISHED, REPLAY_SHAPES, TASKS, TIMING_SCOPES
+from kv4rl.paper import (
+    CHECKPOINTS,
+    EVALUATION_TASKS,
+    PRECISION_ROWS,
+    PUBLISHED,
+    REPLAY_SHAPES,
+    SOFTWARE,
+    TASKS,
+    TIMING_SCOPES,
+)  # fmt: skip
 
 
 def value(name):
@@ -115,6 +124,17 @@ def test_shares_of_an_iteration_leave_a_residual():
     rollout, update = (value(f"iteration/8b/{part}_share_kv4rl_last_50") for part in ("rollout", "update"))
     learner = value("iteration/8b/learner_share_kv4rl_last_50")
     assert update < learner and rollout + learner < 100
+
+
+def test_the_fidelity_checkpoints_and_the_software_are_those_of_appendix_b():
+    # The 4B probe shares its checkpoint with the traces; the 8B one comes from between two of them (§B.5).
+    assert value("fidelity/4b/checkpoint") in CHECKPOINTS["4b"]
+    first, second, _ = CHECKPOINTS["8b"]
+    assert first < value("fidelity/8b/checkpoint") < second
+    assert {name: version for name, (version, _) in SOFTWARE.items()} == {
+        "PyTorch": "2.10.0", "CUDA": "12.8", "vLLM": "0.18.0",
+    }  # fmt: skip
+    assert all(place.startswith("§B.") for _, place in SOFTWARE.values())
 
 
 def test_every_checkpoint_has_its_shapes_and_every_timer_its_scope():

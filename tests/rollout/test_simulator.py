@@ -6,7 +6,10 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from kv4rl.config import RolloutConfig
+from kv4rl.config import PAGE_TOKENS, KVConfig, RolloutConfig
+from kv4rl.engine.engine import RolloutEngine
+from kv4rl.rollout.group import ListStream, Prompt
+from kv4rl.rollout.partial import PartialCollector
 from kv4rl.rollout.simulator import simulate, summarize
 from kv4rl.rollout.trace import Trace
 from kv4rl.rollout.workload import Workload
@@ -104,7 +107,7 @@ def draw(share, index):
     return Workload(LAW, PROMPT, share, seed=1, siblings=4).group(index)[1]
 
 
-def test_a_summary_reads_a_measured_trace_as_well(tmp_path):
+def test_a_summary_reads_a_stored_trace_as_well(tmp_path):
     trace = run().trace
     trace.to_csv(tmp_path / "trace.csv")
     assert summarize(Trace.from_csv(tmp_path / "trace.csv")) == summarize(trace)
@@ -115,6 +118,25 @@ def test_a_summary_reads_a_measured_trace_as_well(tmp_path):
     assert some.volume_gb(2e9) == pytest.approx(2 * some.context_tokens)
     with pytest.raises(ValueError, match="at least one pure-decode call"):
         summarize(trace, [99])
+
+
+def test_a_summary_reads_the_trace_of_a_real_engine(decoder):
+    config = replace(
+        CONFIG, groups_per_update=2, responses_per_group=2, max_prompt_tokens=20, max_response_tokens=30,
+        max_active_requests=4, step_tokens=32, cache_pages=60,
+    )  # fmt: skip
+    engine, trace = RolloutEngine(decoder, KVConfig("bf16"), config, eos_token_ids=(3,), backend="reference"), Trace()
+    stream = ListStream([Prompt(f"p{i}", [4 + i % 8] * (3 + i), "") for i in range(12)])
+    collector = PartialCollector(engine, stream, config, grade=None, eos_token_ids=(3,), trace=trace)
+    for _ in range(2):
+        collector.collect()
+    rows, summary = trace.pure_decode(), summarize(trace)
+    assert summary.calls_per_interval == len(rows["kind"]) / 2 > 0
+    assert summary.active_requests == pytest.approx(rows["decode_tokens"].mean()) and summary.active_requests <= 4
+    assert summary.slot_context == pytest.approx(rows["context_tokens"].sum() / rows["active_requests"].sum())
+    assert summary.step_ms > 0 and 0 < summary.used_pages <= 60
+    kappa = engine.bytes_per_page / PAGE_TOKENS
+    assert summary.volume_gb(kappa) * 1e9 == pytest.approx(rows["resident_kv_bytes"].mean())
 
 
 def test_calls_are_counted_per_replica_and_interval():
