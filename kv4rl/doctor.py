@@ -1,7 +1,9 @@
 """`python -m kv4rl.doctor`: what this machine can run, and the one-line fix for what it cannot."""
 
+import argparse
 import shutil
 import sys
+from collections.abc import Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from importlib.util import find_spec
@@ -99,11 +101,13 @@ def report(checks: list[Check]) -> str:
     return "\n".join(lines)
 
 
-def main() -> int:
+def main(arguments: Sequence[str] = ()) -> int:
+    """Print the report; 1 if something that everything needs is absent."""
+    argparse.ArgumentParser(prog="python -m kv4rl.doctor", description=__doc__.split("\n")[0]).parse_args(arguments)
     checks = examine()
     print(report(checks))
     return int(any(check.needed and not check.ok for check in checks))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(sys.argv[1:]))

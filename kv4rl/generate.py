@@ -69,7 +69,7 @@ def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, raw: bool = 
     require(bool(text), "prompt", text, "some text")
     unknown = unknown_characters(tokenizer, text)
     known = "only characters that the model's tokenizer knows (the mini model's prompts: n=08 k=02 r=2 x=12,45,78,03)"
-    require(not unknown, "prompt", "".join(unknown), known)
+    require(not unknown, "characters of the prompt", unknown, known)
     if raw or not tokenizer.chat_template:
         return tokenizer.encode(text)
     turn = [{"role": "user", "content": text}]

@@ -1,6 +1,7 @@
 """SIGTERM, which a job scheduler sends before it takes the machine back: finish the iteration, save, end."""
 
 import signal
+import sys
 import threading
 
 
@@ -22,3 +23,4 @@ class StopRequest:
 
     def _ask(self, number: int, frame: object) -> None:
         self.asked = True
+        print("SIGTERM: the iteration in progress is finished and saved first", file=sys.stderr, flush=True)

@@ -34,6 +34,7 @@ class TrainResult:
     model_dir: Path  # the trained policy, as transformers and `load_decoder` read it
     updates: int  # made so far; fewer than asked for after SIGTERM
     metrics: list[dict]  # the lines of metrics.jsonl; line 0 is the evaluation before the first update
+    leads: bool = True  # of several ranks the one that reports
 
 
 def train(
@@ -66,7 +67,7 @@ def train(
     lines = read_metrics(config.output_dir)
     rest = config.updates - trainer.update
     report(f"trained {trainer.update} updates; policy in {model_dir}" + (f"; stopped {rest} early" if rest > 0 else ""))
-    return TrainResult(Path(config.output_dir), model_dir, trainer.update, lines)
+    return TrainResult(Path(config.output_dir), model_dir, trainer.update, lines, ranks.leads)
 
 
 def _writer(trainer: Trainer, resumed: bool, stack: ExitStack) -> Write:
@@ -128,7 +129,7 @@ def main(arguments: list[str] | None = None) -> None:
     with one_sentence(program, kinds=(CheckpointNotWritten,), status=1):
         result = train(config, report=print, setup=one_sentence(program))
     for line in (result.metrics[0], result.metrics[-1]):
-        if "val/avg_at_k" in line:
+        if "val/avg_at_k" in line and result.leads:
             print(f"update {line['update']}: avg@k {line['val/avg_at_k']:.3f}, pass@k {line['val/pass_at_k']:.3f}")
 
 

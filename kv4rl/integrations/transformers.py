@@ -188,5 +188,6 @@ def _require_no_padding(key_states: torch.Tensor) -> None:
         padded = (key_states[:, :, 0] == key_states[:, :, 1]).flatten(1).all(-1)
         require(
             not bool(padded.any()), "attention_mask", None,
-            f"the prompts' mask: rows {padded.nonzero()[:, 0].tolist()} look left-padded",
+            f"the prompts' mask given to the cache too, KV4RLCache(..., attention_mask=mask): rows "
+            f"{padded.nonzero()[:, 0].tolist()} look left-padded",
         )  # fmt: skip

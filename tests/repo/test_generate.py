@@ -37,7 +37,7 @@ def test_seeds_and_precisions_choose_what_is_sampled():
     ("words", "sentence"),
     [
         ("--model modle --prompt n", "model='modle': expected a model directory"),
-        ("--model mini-qwen3 --prompt Hello", "prompt='Helo': expected only characters that the model's tokenizer"),
+        ("--model mini-qwen3 --prompt Hello", "characters of the prompt=['H', 'e', 'l', 'o']: expected only"),
         ("--model mini-qwen3 --prompt=", "prompt='': expected some text"),
         ("--model mini-qwen3 --prompt n --max-new-tokens 2048", "prompt and new tokens=2049: expected at most the mo"),
         ("--model mini-qwen3 --prompt n --max-new-tokens 0", "max-new-tokens=0: expected an integer >= 1"),
