@@ -1,7 +1,5 @@
 """The batched probe equals the engine's decode path, and plain attention over what its formats leave of the vectors."""
 
-from dataclasses import replace
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -10,6 +8,8 @@ from kv4rl.config import KVConfig
 from kv4rl.fidelity.batched import BatchedAttention, batched_logits
 from kv4rl.fidelity.forced import forced_logits, prefill
 from kv4rl.fidelity.representation import Protection, Representation
+from kv4rl.fidelity.row_blocks import TILE
+from kv4rl.fidelity.stored import MainCopy
 from kv4rl.formats.probe import FORMATS
 
 ENGINE = [
@@ -97,13 +97,24 @@ def test_bf16_protection_is_closer_than_int8(tiny_decoder, histories, reference)
     assert bf16 < int8
 
 
-def test_eight_bit_probabilities_are_further_than_fp16(tiny_decoder, histories):
-    """Compared with the same storage and exact arithmetic on P, not with the unquantised cache."""
-    arm = Representation()
-    p16, p8 = (
-        batched_logits(tiny_decoder, replace(arm, probability_operand=operand), histories) for operand in ("fp16", "u8")
+def test_eight_bit_probabilities_are_further_than_fp16():
+    """From the product with exact P over the same stored values."""
+    generator = torch.Generator().manual_seed(5)
+    k, v = (torch.randn(2, TILE, 64, generator=generator) for _ in range(2))
+    p = torch.softmax(3 * torch.randn(2, 3, 7, TILE, generator=generator), -1)
+    exact = p.double() @ FORMATS["int4"].reconstruct(v).double().unsqueeze(1)
+    fp16, u8 = (
+        rms(MainCopy(Representation(probability_operand=operand), k, v).product(p) - exact)
+        for operand in ("fp16", "u8")
     )
-    assert not torch.equal(p16, p8)
+    assert 0 < fp16 < u8
+
+
+def test_the_probability_operand_reaches_the_logits(tiny_decoder, histories):
+    fp16, u8 = (
+        batched_logits(tiny_decoder, Representation(probability_operand=name), histories) for name in ("fp16", "u8")
+    )
+    assert not torch.equal(fp16, u8)
 
 
 def test_histories_do_not_reach_one_another(tiny_decoder, histories):
