@@ -86,7 +86,7 @@ def png(figure: dict) -> str:
 
     drawn = go.Figure({name: figure[name] for name in ("data", "layout") if name in figure})
     size = {side: drawn.layout[side] or STATIC_SIZE[side] for side in STATIC_SIZE}
-    return base64.b64encode(drawn.to_image(format="png", scale=1.25, **size)).decode()
+    return base64.b64encode(drawn.to_image(format="png", scale=1.1, **size)).decode()
 
 
 def main(arguments: list[str] | None = None) -> None:

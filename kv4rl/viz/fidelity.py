@@ -13,8 +13,9 @@ from kv4rl.viz.style import ACCENT, PRECISION_COLOURS, PRECISION_NAMES
 
 KL_AXIS = {"type": "log", "title_text": "sampler KL, nats (Eq. 5.2)", "exponentformat": "power", "dtick": 1}
 WIDTHS = re.compile(r"kv4rl-s(\d+)-w(\d+)")
+WIDTH = 720  # of figures of several panels: seven of them fit into a notebook of half a megabyte
 DEFAULT_WIDTHS = (16, 128)
-NAME_BYTES, NAME_DECADES = 9, 0.12  # what a name on the Pareto figure covers
+NAME_BYTES, NAME_DECADES = 12, 0.12  # what a name on the Pareto figure covers
 
 
 def error_bars(rows: Sequence[Mapping[str, str]]) -> dict:
@@ -73,7 +74,7 @@ def arm_bars(rows: Sequence[Mapping[str, str]], *, title: str = "") -> go.Figure
     figure.update_xaxes(title_text=KL_AXIS["title_text"], row=len(shapes))
     figure.update_yaxes(autorange="reversed")
     top = 70 if title else 30
-    figure.update_layout(title=title, showlegend=False, width=960, margin={"l": 140, "t": top, "b": 55})
+    figure.update_layout(title=title, showlegend=False, width=WIDTH, margin={"l": 140, "t": top, "b": 55})
     figure.update_layout(height=plot_height + top + 55)
     return figure
 
@@ -137,7 +138,7 @@ def width_sweeps(
     figure.update_yaxes(type="log", exponentformat="power", dtick=1)
     figure.update_yaxes(title_text=KL_AXIS["title_text"], col=1)
     legend = {"orientation": "h", "y": 1.02, "yanchor": "bottom", "x": 0}
-    figure.update_layout(title=title, height=420, width=960, legend=legend, margin={"t": 90})
+    figure.update_layout(title=title, height=420, width=WIDTH, legend=legend, margin={"t": 90})
     return figure
 
 
@@ -167,7 +168,7 @@ def _papers(width: str, kv4: float, published: Published) -> go.Scatter:
         y=[kv4 / published.value],
         mode="markers",
         marker={"symbol": "circle-open", "size": 13, "color": "#222222", "line": {"width": 2}},
-        name=f"the paper's {published.value:g}x below KV4 at 16/128 ({published.locator}, Qwen3)",
+        name=f"the paper's {published.value:g}x below KV4 at 16/128 ({published.locator})",
     )
 
 
@@ -201,7 +202,7 @@ def pareto(points: Sequence[Point], *, title: str = "") -> go.Figure:
     figure.update_xaxes(title_text="bytes a position and KV head, at head_dim 128 and 1,500 tokens")
     figure.update_yaxes(KL_AXIS)
     legend = {"x": 0.98, "xanchor": "right", "y": 0.98}
-    figure.update_layout(title=title, height=440, width=960, legend=legend, margin={"t": 60 if title else 20})
+    figure.update_layout(title=title, height=440, width=WIDTH, legend=legend, margin={"t": 60 if title else 20})
     return figure
 
 
