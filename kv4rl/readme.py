@@ -8,10 +8,14 @@ import json
 import re
 from pathlib import Path
 
-from kv4rl.compare import ABSENT, ORIGIN, compare
+import plotly.graph_objects as go
+
+from kv4rl.compare import ABSENT, ORIGIN, compare, ours
 from kv4rl.config import PRECISIONS
-from kv4rl.results import REPOSITORY, RESULTS, read_rows
+from kv4rl.paper import PUBLISHED
+from kv4rl.results import REPOSITORY, RESULTS, latest, read_rows
 from kv4rl.train_rows import read_curves, summary
+from kv4rl.viz.fidelity import width_sweeps
 from kv4rl.viz.kernels import kernel_speedups
 from kv4rl.viz.style import PRECISION_NAMES, use_template
 from kv4rl.viz.training import learning_curves
@@ -99,6 +103,18 @@ def rewrite(text: str, rows: Path = RESULTS) -> str:
     return text
 
 
+def protection_sweeps() -> go.Figure:
+    """Fig. 4c from SmolLM2's rows, titled with Fig. 4b's ratio at 16/128: ours with its interval, and the paper's."""
+    rows = read_rows("fidelity.csv", metric="sampler_kl", shape="4c", model="smollm2-135m")
+    published = PUBLISHED["fidelity/4b/kl_reduction_16_128"]
+    where = {"metric": "kl_reduction_vs_kv4", "shape": "4b", "model": "smollm2-135m", "arm": "kv4rl"}
+    ratio = latest(read_rows("fidelity.csv", **where))
+    title = f"KL of KV4 over KV4-RL at 16/128: {ours(ratio, published.unit)} on SmolLM2-135M"
+    title += f", {published.value:g} {published.unit} on Qwen3-4B in the paper"
+    figure = width_sweeps(rows, published=published, title=title)
+    return figure.update_layout(width=900, title_font_size=15)
+
+
 def draw(directory: Path = REPOSITORY / "data" / "figures") -> list[Path]:
     """The README's pictures, as PNG (needs Chromium or Chrome). Returns their paths."""
     use_template()
@@ -106,6 +122,7 @@ def draw(directory: Path = REPOSITORY / "data" / "figures") -> list[Path]:
     figures = {
         "kernel_speedups": kernel_speedups(kernels),
         "learning_curves": learning_curves(read_curves()),
+        "width_sweeps": protection_sweeps(),
     }
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"{name}.png" for name in figures]
