@@ -1,11 +1,14 @@
-"""`python -m kv4rl.readme`: rewrites the README's tables and pictures from the notebooks' metadata and data/results.
+"""`python -m kv4rl.readme`: rewrites the tables of README and model card, and the pictures, from data/results.
 
 A block between `<!-- NAME -->` and `<!-- /NAME -->` is made by the function of that name here; a test asserts that the
 committed README is what this writes, so no figure in it can drift from its row.
 """
 
+import argparse
 import json
 import re
+import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 import plotly.graph_objects as go
@@ -21,6 +24,7 @@ from kv4rl.viz.style import PRECISION_NAMES, use_template
 from kv4rl.viz.training import learning_curves
 
 README = REPOSITORY / "README.md"
+PAGES = (README, REPOSITORY / "data" / "models" / "mini-qwen3" / "README.md")
 SIZES = ("bits", "nats")  # units of comparisons that notebook 11 and the page show and the README leaves out
 
 
@@ -76,6 +80,33 @@ def kernels(rows: Path = RESULTS) -> str:
     return _table(lines, tuple(lines[0]) if lines else ())
 
 
+MEASURED = {  # of the mini model's card: label -> (metrics of mini_model.csv, digits)
+    "Reward": (("reward",), 3),
+    "Response tokens: mean / median / p90 / p99": (("tokens_mean", "tokens_p50", "tokens_p90", "tokens_p99"), 0),
+    "p99 over median": (("p99_over_median",), 2),
+    "First error: arithmetic of a step": (("first_error_arithmetic",), 3),
+    "First error: value looked back at": (("first_error_look_back",), 3),
+    "First error: look-back / sum of the answer": (("first_error_answer_look_back", "first_error_answer_sum"), 3),
+    "Cut off at 1,024 tokens": (("truncated",), 3),
+}
+
+
+def mini_model(rows: Path = RESULTS) -> str:
+    """What the mini model does on held-out problems, sampled and greedy, and the run behind it."""
+    found = read_rows(rows / "mini_model.csv", experiment="mini_model", model="mini-qwen3")
+    measured = {row["arm"] for row in found}
+    arms = {name: arm for name, arm in (("temperature 1", "temperature_1"), ("greedy", "greedy")) if arm in measured}
+    value = {(row["arm"], row["metric"]): float(row["value"]) for row in found}
+    lines = [
+        {"held-out problems": label}
+        | {name: " / ".join(f"{value.get((arm, m), 0.0):.{digits}f}" for m in metrics) for name, arm in arms.items()}
+        for label, (metrics, digits) in MEASURED.items()
+    ]
+    run = found[0]
+    origin = f"{run['n']} problems · `{run['command']}` · {run['hardware']} · {run['date']} · {run['commit']}"
+    return "\n".join([_table(lines, tuple(lines[0])), "", origin])
+
+
 def _cell(value: float | None, scale: float, form: str, unit: str) -> str:
     return "" if value is None else f"{value * scale:{form}}{unit}"
 
@@ -87,7 +118,9 @@ def _table(rows: list[dict], columns: tuple[str, ...]) -> str:
     return "\n".join(lines + ["| " + " | ".join(row[name] for name in columns) + " |" for row in rows])
 
 
-BLOCKS = {"notebooks": notebooks, "results": results, "training": training, "kernels": kernels}
+BLOCKS = {
+    "notebooks": notebooks, "results": results, "training": training, "kernels": kernels, "mini_model": mini_model,
+}  # fmt: skip
 
 
 def rewrite(text: str, rows: Path = RESULTS) -> str:
@@ -131,10 +164,12 @@ def draw(directory: Path = REPOSITORY / "data" / "figures") -> list[Path]:
     return paths
 
 
-def main() -> None:
-    README.write_text(rewrite(README.read_text()))
+def main(arguments: Sequence[str] = ()) -> None:
+    argparse.ArgumentParser(prog="python -m kv4rl.readme", description=__doc__.split("\n")[0]).parse_args(arguments)
+    for page in PAGES:
+        page.write_text(rewrite(page.read_text()))
     print(*draw(), sep="\n")
 
 
 if __name__ == "__main__":
-    main()
+    main(sys.argv[1:])

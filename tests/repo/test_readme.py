@@ -11,12 +11,13 @@ from kv4rl.results import REPOSITORY
 TEXT = readme.README.read_text()
 
 
-def test_tables_are_what_the_committed_rows_say(tmp_path):
+@pytest.mark.parametrize("page", readme.PAGES, ids=lambda page: page.parent.name)
+def test_tables_are_what_the_committed_rows_say(page, tmp_path):
     """The index's rows, not the working tree's: `make replicate` adds those of this machine."""
     command = ["git", "-C", str(REPOSITORY), "checkout-index", "--all", f"--prefix={tmp_path}/"]
     if subprocess.run(command, capture_output=True).returncode:
         pytest.skip("not a git checkout: nothing says which rows were committed")
-    assert readme.rewrite(TEXT, tmp_path / "data" / "results") == TEXT
+    assert readme.rewrite(page.read_text(), tmp_path / "data" / "results") == page.read_text()
 
 
 def test_a_block_without_its_end_is_refused():
