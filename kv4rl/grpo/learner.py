@@ -16,7 +16,7 @@ from kv4rl.grpo.masters import MasterWeights, cast_copy, compute_dtype
 from kv4rl.grpo.mismatch import sampler_mismatch
 from kv4rl.grpo.packing import TrainBatch, join, microbatches, pack
 from kv4rl.grpo.ranks import all_ranks, sum_over_ranks
-from kv4rl.grpo.sharded import ShardedWeights, load_whole_optimizer_state, shard, whole_optimizer_state
+from kv4rl.grpo.sharded import ShardedWeights, shard
 from kv4rl.metrics import Timers, summary
 from kv4rl.model.attend import PackedCausal
 from kv4rl.rollout.group import PromptGroup
@@ -110,16 +110,13 @@ class GRPOLearner:
 
     def state(self) -> dict:
         """Masters (FP32 on CPU), optimizer state and the number of updates made; the same for any number of ranks."""
-        optimizer = self._optimizer.state_dict() if self.mesh is None else whole_optimizer_state(self._optimizer)
+        optimizer = self.weights.optimizer_state(self._optimizer)
         return {"weights": self.weights.state(), "optimizer": optimizer, "updates": self.updates}
 
     def load_state(self, state: dict) -> None:
         """Continue from `state()`."""
         self.weights.load_state(state["weights"])
-        if self.mesh is None:
-            self._optimizer.load_state_dict(state["optimizer"])
-        else:
-            load_whole_optimizer_state(self._optimizer, state["optimizer"])
+        self.weights.load_optimizer_state(self._optimizer, state["optimizer"])
         self.updates = state["updates"]
 
     @property

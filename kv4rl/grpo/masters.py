@@ -1,7 +1,7 @@
 """FP32 master weights beside the decoder that computes ("BF16 compute, FP32 master weights", Table A1)."""
 
 import copy
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 
@@ -24,6 +24,21 @@ def cast_copy(decoder: torch.nn.Module, dtype: torch.dtype) -> torch.nn.Module:
     return twin
 
 
+def require_float32(decoder: torch.nn.Module) -> None:
+    """Raise ValueError, naming the parameter, unless all of them can be master weights."""
+    for name, parameter in decoder.named_parameters():
+        require(parameter.dtype == torch.float32, f"dtype of {name}", parameter.dtype, "float32 master weights")
+
+
+def require_same_names_and_shapes(weights: Mapping[str, torch.Tensor], masters: Mapping[str, torch.Tensor]) -> None:
+    """Raise ValueError where a name or a shape of `weights` is not the masters'."""
+    names = sorted(weights.keys() ^ masters.keys())
+    require(not names, "weights", names, "the decoder's parameter names, each once")
+    for name, master in masters.items():
+        shape, given = tuple(master.shape), tuple(weights[name].shape)
+        require(given == shape, f"shape of {name}", given, f"{shape}")
+
+
 class MasterWeights:
     """FP32 parameters for the optimizer, and `decoder`, which computes with them in the compute dtype.
 
@@ -32,8 +47,7 @@ class MasterWeights:
     """
 
     def __init__(self, decoder: torch.nn.Module, dtype: torch.dtype):
-        for name, parameter in decoder.named_parameters():
-            require(parameter.dtype == torch.float32, f"dtype of {name}", parameter.dtype, "float32 master weights")
+        require_float32(decoder)
         self._masters = dict(decoder.named_parameters())
         self.decoder = decoder if dtype == torch.float32 else cast_copy(decoder, dtype)
         self.decoder.requires_grad_(True)
@@ -58,17 +72,19 @@ class MasterWeights:
 
     def load_state(self, weights: dict[str, torch.Tensor]) -> None:
         """Set the masters. Raises ValueError where a name or a shape is not the decoder's."""
-        require(
-            weights.keys() == self._masters.keys(), "weights", sorted(weights.keys() ^ self._masters.keys()),
-            "the decoder's parameter names, each once",
-        )  # fmt: skip
-        for name, master in self._masters.items():
-            shape, given = tuple(master.shape), tuple(weights[name].shape)
-            require(given == shape, f"shape of {name}", given, f"{shape}")
+        require_same_names_and_shapes(weights, self._masters)
         with torch.no_grad():
             for name, master in self._masters.items():
                 master.copy_(weights[name])
         self.refresh()
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict:
+        """The state of the optimizer of these masters."""
+        return optimizer.state_dict()
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict) -> None:
+        """Continue from `optimizer_state`."""
+        optimizer.load_state_dict(state)
 
     @torch.no_grad()
     def refresh(self) -> None:

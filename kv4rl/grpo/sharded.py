@@ -8,6 +8,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, Offlo
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kv4rl.config import require
+from kv4rl.grpo.masters import require_float32, require_same_names_and_shapes
 
 
 def shard(decoder: torch.nn.Module, dtype: torch.dtype, mesh: DeviceMesh, *, offload: bool = False) -> torch.nn.Module:
@@ -32,8 +33,7 @@ class ShardedWeights:
     """`MasterWeights` over a mesh: the same methods, every one a collective that all ranks call together."""
 
     def __init__(self, decoder: torch.nn.Module, dtype: torch.dtype, mesh: DeviceMesh):
-        for name, parameter in decoder.named_parameters():
-            require(parameter.dtype == torch.float32, f"dtype of {name}", parameter.dtype, "float32 master weights")
+        require_float32(decoder)
         self._dtype = dtype
         self.decoder = shard(decoder.requires_grad_(True), dtype, mesh)
 
@@ -53,37 +53,31 @@ class ShardedWeights:
     def load_state(self, weights: dict[str, torch.Tensor]) -> None:
         """Set the masters from whole tensors. Raises ValueError where a name or a shape is not the decoder's."""
         masters: dict[str, DTensor] = dict(self.decoder.named_parameters())
-        names = sorted(weights.keys() ^ masters.keys())
-        require(not names, "weights", names, "the decoder's parameter names, each once")
-        for name, master in masters.items():
-            shape, given = tuple(master.shape), tuple(weights[name].shape)
-            require(given == shape, f"shape of {name}", given, f"{shape}")
+        require_same_names_and_shapes(weights, masters)
         with torch.no_grad():
             for name, master in masters.items():
                 whole = weights[name].to(master.device_mesh.device_type)
                 master.copy_(distribute_tensor(whole, master.device_mesh, master.placements))
 
+    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict:
+        """The state that the optimizer of unsharded masters would have, on the CPU."""
+        state = optimizer.state_dict()
+        gathered = {
+            number: {name: _whole(value) for name, value in entry.items()} for number, entry in state["state"].items()
+        }
+        return {**state, "state": gathered}
+
+    def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict) -> None:
+        """Continue from `optimizer_state`, whatever the number of ranks it was saved by."""
+        parameters = self.parameters()
+        mine = {
+            number: {name: _share(value, parameters[number]) for name, value in entry.items()}
+            for number, entry in state["state"].items()
+        }
+        optimizer.load_state_dict({**state, "state": mine})
+
     def refresh(self) -> None:
         """Nothing to do: the next forward gathers the masters as they are."""
-
-
-def whole_optimizer_state(optimizer: torch.optim.Optimizer) -> dict:
-    """`optimizer.state_dict()` as an unsharded optimizer would give it, on the CPU; a collective."""
-    state = optimizer.state_dict()
-    gathered = {
-        number: {name: _whole(value) for name, value in entry.items()} for number, entry in state["state"].items()
-    }
-    return {**state, "state": gathered}
-
-
-def load_whole_optimizer_state(optimizer: torch.optim.Optimizer, state: dict) -> None:
-    """Give a sharded optimizer its share of an unsharded one's state, whatever the number of ranks it was saved by."""
-    parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
-    mine = {
-        number: {name: _share(value, parameters[number]) for name, value in entry.items()}
-        for number, entry in state["state"].items()
-    }
-    optimizer.load_state_dict({**state, "state": mine})
 
 
 def _whole(value):
