@@ -1,4 +1,7 @@
-"""What one call of the cache works on: which tokens to write where, and which requests decode over which pages."""
+"""What one call of the cache works on: which tokens to write where, and which requests decode over which pages.
+
+On a CUDA device values are looked at on the current stream: whoever makes them on another stream lets this one wait.
+"""
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -14,10 +17,10 @@ def _require_int64(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> N
 
 
 def _require_range(name: str, tensor: torch.Tensor, low: int, high: int) -> None:
-    """Values in [low, high), naming the first that is not."""
-    outside = (tensor < low) | (tensor >= high)
-    if outside.any():
-        require(False, name, int(tensor[outside][0]), f"{low} … {high - 1}")
+    """Values in [low, high), naming the first that is not; one look, so that the value named is the value judged."""
+    outside = tensor[(tensor < low) | (tensor >= high)].tolist()
+    if outside:
+        require(False, name, outside[0], f"{low} … {high - 1}")
 
 
 def _may_inspect(tensor: torch.Tensor) -> bool:

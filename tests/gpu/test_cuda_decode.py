@@ -83,6 +83,7 @@ def test_graph_replay_serves_changing_lengths_and_padding_rows(make_case, precis
     full = case.batch.context_tokens.clone()
     static = DecodeBatch(case.batch.page_table.clone(), full.clone(), case.batch.slots.clone())
     stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())  # the case was made on it
     with torch.cuda.stream(stream):
         case.cache.decode(1, case.q, static)
     torch.cuda.synchronize()
