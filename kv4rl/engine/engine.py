@@ -16,6 +16,7 @@ from kv4rl.engine.draw import NEVER, DrawKeys, ForcedEnd, draw, sampler_of
 from kv4rl.engine.graphs import StepGraphs, capturable
 from kv4rl.engine.memory import max_pages, naming_the_plan
 from kv4rl.engine.noise import noise_key
+from kv4rl.engine.release import CacheMemory
 from kv4rl.engine.request import Request, token_ids
 from kv4rl.engine.sampler import Sampling
 from kv4rl.engine.scheduler import Entry, Limits, Scheduler, StepPlan
@@ -57,6 +58,7 @@ class RolloutEngine(BatchingEngine):
     the cap still cuts, and nothing else ends it (`rollout/forced.py`).
     `buckets` pads the rows of decode steps; None: `default_buckets` where steps are captured as CUDA graphs, that is
     with the CUDA kernels unless `graphs` is False, and no padding elsewhere.
+    `memory`, if given, is where the cache is allocated; while its memory is given back no step runs.
     """
 
     def __init__(
@@ -70,6 +72,7 @@ class RolloutEngine(BatchingEngine):
         forced_lengths: Callable[[Request], int] | None = None,
         buckets: Sequence[int] | None = None,
         graphs: bool = True,
+        memory: CacheMemory | None = None,
     ):
         _require_kinds(decoder, kv, rollout)
         vocabulary = decoder.config.vocab_size
@@ -82,7 +85,8 @@ class RolloutEngine(BatchingEngine):
         self.eos_token_ids = tuple(eos_token_ids)
         slots = rollout.max_active_requests
         limits = Limits(slots, rollout.step_tokens, rollout.workspace_tokens, rollout.max_prompt_tokens)
-        with naming_the_plan(decoder, kv, rollout):
+        self.memory = memory or CacheMemory("cpu")
+        with naming_the_plan(decoder, kv, rollout), self.memory.allocating():
             self.cache = KVCache(
                 kv, decoder.cache_shape(), num_pages=rollout.cache_pages, num_slots=slots, device=decoder.device,
                 backend=backend,
@@ -206,6 +210,8 @@ class RolloutEngine(BatchingEngine):
     def _run(self, plan: StepPlan) -> tuple[list[int], list[float]]:
         if not self._weights_whole:
             raise RuntimeError("the last update_weights stopped half-way: update again before the next step")
+        if self.memory.away:
+            raise RuntimeError("the cache's memory is given back: restore it before the next step")
         with naming_the_plan(self.decoder, self.cache.kv, self.rollout):
             drawn = self._launch(plan)
         self._clock.stop()

@@ -1,0 +1,86 @@
+"""An engine's cache memory, given back between collections at addresses that stay (§A.2 "Phase memory management").
+
+Captured graphs read the cache where it lay when they were captured. torch-memory-saver (extra `gpu`) backs the cache
+with virtual memory: its pages can go and come back while the addresses stay. Without it, or on a CPU, nothing is given
+back, and a sentence says so once.
+"""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import cache
+from itertools import count
+
+import torch
+
+from kv4rl.attention.backends import explain
+from kv4rl.cache.kv_cache import KVCache
+
+_numbers = count()
+
+
+class CacheMemory:
+    """Where one engine's cache is allocated. What it held is lost when it is given back; it comes back zeroed.
+
+    `elastic`: whether this process can give memory back at all.
+    """
+
+    def __init__(self, device: torch.device | str):
+        self._device = torch.device(device)
+        self._saver = _memory_saver() if self._device.type == "cuda" else None
+        self._tag = f"kv4rl-cache-{next(_numbers)}"
+        self._away = False
+
+    @property
+    def elastic(self) -> bool:
+        return self._saver is not None
+
+    @property
+    def away(self) -> bool:
+        """Is the memory given back? Nothing may read or write the cache then."""
+        return self._away
+
+    @contextmanager
+    def allocating(self) -> Iterator[None]:
+        """Tensors made within the block belong to the memory that `release` gives back."""
+        if self._saver is None:
+            yield
+            return
+        with torch.cuda.device(self._device), self._saver.region(tag=self._tag):
+            yield
+
+    def release(self, cache: KVCache) -> int:
+        """Give the cache's memory back; bytes that this frees. RuntimeError while pages are held (miles #1335)."""
+        used = cache.allocator.num_pages - cache.allocator.num_free
+        if used:
+            raise RuntimeError(
+                f"{used} cache pages are still held by requests: pause the engine before its memory goes"
+            )
+        if self._away or self._saver is None:
+            return 0
+        torch.cuda.synchronize(self._device)
+        self._saver.pause(self._tag)
+        self._away = True
+        return cache.nbytes
+
+    def restore(self, cache: KVCache) -> None:
+        """Back the cache with memory again, zeroed: stale bytes could read as NaN, and 0 x NaN is NaN."""
+        if not self._away:
+            return
+        self._saver.resume(self._tag)
+        self._away = False
+        side = cache.side
+        for tensor in (cache.main.storage, side.k_codes, side.v_codes, side.k_scale, side.v_scale):
+            tensor.zero_()
+        torch.cuda.synchronize(self._device)
+
+
+@cache
+def _memory_saver():
+    """torch-memory-saver's singleton, hooked into torch's own pools (no LD_PRELOAD); None, explained, without it."""
+    try:
+        from torch_memory_saver import torch_memory_saver as saver
+    except ImportError:
+        explain("the engine's cache stays allocated while the learner works: torch-memory-saver is not installed")
+        return None
+    saver.hook_mode = "torch"  # accepted before its first region only, hence the cached function
+    return saver
