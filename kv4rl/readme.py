@@ -15,9 +15,9 @@ import plotly.graph_objects as go
 
 from kv4rl.compare import ABSENT, ORIGIN, compare, ours
 from kv4rl.config import PRECISIONS
+from kv4rl.learning import curves, describe, main_setting, read_runs, start_accuracy, summary, verdict
 from kv4rl.paper import PUBLISHED
 from kv4rl.results import REPOSITORY, RESULTS, latest, read_rows
-from kv4rl.train_rows import read_curves, summary
 from kv4rl.viz.fidelity import width_sweeps
 from kv4rl.viz.kernels import kernel_speedups
 from kv4rl.viz.style import PRECISION_NAMES, use_template
@@ -25,7 +25,9 @@ from kv4rl.viz.training import learning_curves
 
 README = REPOSITORY / "README.md"
 PAGES = (README, REPOSITORY / "data" / "models" / "mini-qwen3" / "README.md")
-SIZES = ("bits", "nats")  # units of comparisons that notebook 11 and the page show and the README leaves out
+SECONDARY = (  # comparisons that notebook 11 and the page show and the README leaves out
+    "bits per element", "sampler KL of stored", "sampler KL, K and V rotated", "resident KV at", "accuracy after RL",
+)  # fmt: skip
 
 
 def notebooks(rows: Path = RESULTS) -> str:
@@ -44,8 +46,8 @@ def notebooks(rows: Path = RESULTS) -> str:
 
 
 def results(rows: Path = RESULTS) -> str:
-    """Paper beside measured: what has a row and is no size; below it, numbered, the commands that made the rows."""
-    lines = [line for line in compare(rows) if line["ours"] != ABSENT and not line["paper"].endswith(SIZES)]
+    """Paper beside measured: what has a row and is not secondary; below it, numbered, the commands that made the rows."""
+    lines = [line for line in compare(rows) if line["ours"] != ABSENT and not line["quantity"].startswith(SECONDARY)]
     runs = list(dict.fromkeys(tuple(line[name] for name in ORIGIN) for line in lines))
     for line in lines:
         line["run"] = str(1 + runs.index(tuple(line[name] for name in ORIGIN)))
@@ -57,10 +59,22 @@ def results(rows: Path = RESULTS) -> str:
     return "\n".join([table, "", "Runs, by the table's numbers:", "", *made])
 
 
+LEARNT = ("reward_first", "reward_last", "accuracy", "response_tokens", "reference_kl", "sampler_mismatch")
+
+
 def training(rows: Path = RESULTS) -> str:
-    """The mini model's runs, one row a precision."""
-    lines = summary(directory=rows)
-    return _table(lines, tuple(lines[0]) if lines else ())
+    """The mini model's runs: mean [95 % interval] over seeds where most were made, and what every setting shows."""
+    settings = read_runs(directory=rows)
+    if not settings:
+        return _table([], ())
+    main = main_setting(settings)
+    before = start_accuracy(directory=rows)
+    run = next(run for runs in settings[main].values() for run in runs.values())
+    head = f"{describe(main)}, on {run.row['hardware']}" + (f"; accuracy before training {before}" if before else "")
+    shown = [f"- {describe(name)}: {verdict(setting)}" for name, setting in settings.items()]
+    return "\n\n".join(
+        [f"Shown: {head}.", _table(summary(settings[main]), ("precision", "seeds", *LEARNT)), "\n".join(shown)]
+    )
 
 
 def kernels(rows: Path = RESULTS) -> str:
@@ -151,10 +165,11 @@ def protection_sweeps() -> go.Figure:
 def draw(directory: Path = REPOSITORY / "data" / "figures") -> list[Path]:
     """The README's pictures, as PNG (needs Chromium or Chrome). Returns their paths."""
     use_template()
+    settings = read_runs()
     kernels = read_rows("kernels.csv", metric="speedup_vs_bf16", model="tp2_16q4kv")
     figures = {
         "kernel_speedups": kernel_speedups(kernels),
-        "learning_curves": learning_curves(read_curves()),
+        "learning_curves": learning_curves(curves(settings[main_setting(settings)])),
         "width_sweeps": protection_sweeps(),
     }
     directory.mkdir(parents=True, exist_ok=True)

@@ -10,7 +10,7 @@ from pathlib import Path
 import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
-from kv4rl import results, train_rows
+from kv4rl import learning, results
 from kv4rl.compare import compare
 from kv4rl.fidelity.orderings import MODELS, ORDERINGS
 from kv4rl.paper import PUBLISHED
@@ -54,11 +54,14 @@ def build(output: Path, *, notebooks: list[Path] = ()) -> Path:
 
 
 def learning_section() -> str:
-    """Curves of the four precisions, newest run each, and the table of first and last rewards."""
-    curves = train_rows.read_curves()
-    if not curves:
-        return ""
-    return figure_html(learning_curves(curves)) + html_table(train_rows.summary())
+    """Of every setting: curves of the precisions, table of means over seeds, and what the differences show."""
+    content = ""
+    for name, setting in learning.read_runs().items():
+        content += (
+            f"<h3>{html.escape(learning.describe(name))}</h3>{figure_html(learning_curves(learning.curves(setting)))}"
+        )
+        content += html_table(learning.summary(setting)) + html_table(learning.differences(setting))
+    return content
 
 
 def fidelity_section() -> str:

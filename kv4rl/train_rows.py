@@ -1,30 +1,32 @@
-"""A training run as rows of `data/results/train.csv`, and the curves read back from them.
+"""A training run as rows of `data/results/train.csv`; `kv4rl.learning` reads them back.
 
 `python -m kv4rl.train_rows --preset mini --kv.precision kv4rl` trains (or resumes, or finds finished) the run those
 flags describe, judges the starting model and the last policy with the common unquantised evaluator and writes the
 rows. `python -m kv4rl.train_rows start --preset mini` judges the starting model alone; its row, arm `start`, is the
-same for every precision.
+same for every precision. `--out FILE` writes elsewhere.
 
 Rewards at the ends of a run are means over `FIRST` and `LAST` updates: one update has 64 responses at the mini preset,
 so a single one moves by a few hundredths from sampling alone.
 """
 
-import re
+import argparse
+import dataclasses
+import shlex
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from statistics import fmean
 
 import torch
 
 from kv4rl.cli import one_sentence
-from kv4rl.config import PRECISIONS, KVConfig, TrainConfig, require
+from kv4rl.config import KVConfig, TrainConfig, require
 from kv4rl.device import choose_device
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.evaluation.evaluate import evaluate
 from kv4rl.model.weights import eos_token_ids, load_decoder, load_tokenizer, resolve
-from kv4rl.presets import parse_config
-from kv4rl.results import RESULTS, hardware, latest, read_rows, result_row, write_rows
+from kv4rl.presets import parse_config, preset
+from kv4rl.results import hardware, read_rows, result_row, write_rows
 from kv4rl.rewards.grader import Grader
 from kv4rl.tasks.stream import MiniStream, take
 from kv4rl.train import train
@@ -33,6 +35,10 @@ from kv4rl.trainer import evaluation_sampling
 FIRST, LAST = 3, 5
 FILE = "train.csv"
 START = "start"  # the arm of the model before any update
+UNNAMED = (  # fields that do not name a run: the arm and the model stand in columns, the rest decides no update
+    "model", "tasks", "output_dir", "seed", "device", "evaluate_", "checkpoint_every", "keep_checkpoints",
+    "kv.precision", "rollout.seed",
+)  # fmt: skip
 
 # metric of the rows -> (name in metrics.jsonl, unit)
 CURVES = {
@@ -45,9 +51,9 @@ CURVES = {
 
 def record_run(
     config: TrainConfig, lines: Sequence[Mapping], accuracy: Mapping, *, before: Mapping | None = None,
-    command: str | None = None,
+    command: str | None = None, file: str | Path = FILE,
 ) -> Path:  # fmt: skip
-    """Write one finished run: a row per end and mean, and one per update and curve.
+    """Write one finished run into `file`: a row per end and mean, and one per update and curve.
 
     Args: lines: its metrics, one mapping an update, in order; accuracy: of the last policy under the common BF16
     evaluator: `value`, `low`, `high`, `n`; before: of the model it started from, likewise.
@@ -55,7 +61,7 @@ def record_run(
     Raises ValueError if the run is shorter than `FIRST + LAST` updates.
     """
     require(len(lines) >= FIRST + LAST, "updates", len(lines), f"at least {FIRST + LAST} for rows of a run")
-    seed = _shape(config)
+    seed = run_shape(config)
     common = {"arm": config.kv.precision, "model": Path(config.model).name, "command": command}
     series = {metric: [line[name] for line in lines] for metric, (name, _) in CURVES.items()}
     ends = {
@@ -80,67 +86,38 @@ def record_run(
         rows.append(start_row(config, before, command=command))
     mine = ("curve", config.kv.precision, Path(config.model).name, hardware())
     same = lambda row: (row["experiment"], row["arm"], row["model"], row["hardware"]) == mine
-    return write_rows(FILE, rows, drop=lambda row: same(row) and row["shape"].startswith(f"{seed}@"))
+    return write_rows(file, rows, drop=lambda row: same(row) and row["shape"].startswith(f"{seed}@"))
 
 
 def start_row(config: TrainConfig, accuracy: Mapping, *, command: str | None = None) -> dict:
-    """The row of the model that a run starts from: `accuracy` of arm `start`, of no precision."""
+    """The row of the model that a run starts from: `accuracy` of arm `start`, of no precision and no setting."""
+    shape = run_shape(config).split("/")[0]
     return result_row(
-        experiment="train", arm=START, model=Path(config.model).name, shape=_shape(config), metric="accuracy",
+        experiment="train", arm=START, model=Path(config.model).name, shape=shape, metric="accuracy",
         unit="fraction", command=command, **accuracy,
     )  # fmt: skip
 
 
-def _shape(config: TrainConfig) -> str:
-    """The seeds of a run, as the rows name it."""
-    return f"seed{config.seed}" + ("" if config.rollout.seed == config.seed else f"-{config.rollout.seed}")
+def run_shape(config: TrainConfig) -> str:
+    """A run as the rows name it: its seeds, and what it sets otherwise than the mini preset.
 
-
-def read_curves(*, model: str = "mini-qwen3", directory: Path = RESULTS) -> dict[str, list[dict[str, float]]]:
-    """precision -> one dict an update, named as in metrics.jsonl, of its newest run; {} without the file."""
-    if not (directory / FILE).exists():
-        return {}
-    rows = read_rows(directory / FILE, experiment="curve", model=model)
-    runs = {}
-    for precision in PRECISIONS:
-        mine = [row for row in rows if row["arm"] == precision]
-        if not mine:
-            continue
-        newest = latest(mine)
-        same = ("hardware", "date")
-        seed = newest["shape"].split("@")[0]
-        mine = [r for r in mine if r["shape"].startswith(f"{seed}@") and all(r[name] == newest[name] for name in same)]
-        lines: dict[int, dict[str, float]] = {}
-        for row in mine:
-            update = int(re.search(r"@(\d+)$", row["shape"]).group(1))
-            lines.setdefault(update, {})[CURVES[row["metric"]][0]] = float(row["value"])
-        runs[precision] = [lines[update] for update in sorted(lines)]
-    return runs
-
-
-def summary(*, model: str = "mini-qwen3", directory: Path = RESULTS) -> list[dict[str, str]]:
-    """One dict a precision, from the newest rows: rewards at both ends, accuracy, length, k3, mismatch, hardware.
-
-    `accuracy_before` is the starting model's on the same problems, "-" without its row.
+    `seed43` is that preset; `seed1/updates=30,grpo.learning_rate=0.0003` differs in two settings. Where its files go,
+    its precision (the arm) and how it is evaluated on the way are no part of it.
     """
-    if not (directory / FILE).exists():
-        return []
-    rows = read_rows(directory / FILE, experiment="train", model=model)
-    starts = [row for row in rows if row["arm"] == START]
-    before = f"{float(latest(starts)['value']):.3g}" if starts else "-"
-    ends, names = ("reward_first", "reward_last"), ("accuracy", "response_tokens", "reference_kl", "sampler_mismatch")
-    lines = []
-    for precision in PRECISIONS:
-        mine = [row for row in rows if row["arm"] == precision]
-        if not mine:
-            continue
-        cells = {name: latest(row for row in mine if row["metric"] == name) for name in (*ends, *names)}
-        values = {name: f"{float(row['value']):.3g}" for name, row in cells.items()}
-        first = {name: values[name] for name in ends}
-        rest = {name: values[name] for name in names}
-        hardware_of = cells["reward_last"]["hardware"]
-        lines.append({"precision": precision, **first, "accuracy_before": before, **rest, "hardware": hardware_of})
-    return lines
+    seeds = f"seed{config.seed}" + ("" if config.rollout.seed == config.seed else f"-{config.rollout.seed}")
+    usual = dict(_fields(preset("mini")))
+    differing = [f"{name}={value}" for name, value in _fields(config) if value != usual[name]]
+    return "/".join([seeds, ",".join(differing)]) if differing else seeds
+
+
+def _fields(config, prefix: str = "") -> Iterator[tuple[str, object]]:
+    """Dotted name and value of every field that decides what a run learns."""
+    for field in dataclasses.fields(config):
+        name, value = prefix + field.name, getattr(config, field.name)
+        if dataclasses.is_dataclass(value):
+            yield from _fields(value, f"{name}.")
+        elif not name.startswith(UNNAMED):
+            yield name, value
 
 
 def require_recordable(config: TrainConfig) -> None:
@@ -173,19 +150,34 @@ def main(arguments: Sequence[str] | None = None) -> None:
     """Train as the flags say, judge, write rows, print them; with `start` in front, judge the starting model alone."""
     program, arguments = "kv4rl.train_rows", list(sys.argv[1:] if arguments is None else arguments)
     only_start = arguments[:1] == [START]
-    config = parse_config(arguments[only_start:], program=program)
+    options, flags = _split(arguments[only_start:])
+    config = parse_config(flags, program=program)
     with one_sentence(program):
         require_recordable(config)
         model = resolve(config.model)
+    words = [START, *flags] if only_start else flags
+    command = shlex.join(["python", "-m", program, *words])  # writes to data/results, wherever this one does
+    shape = run_shape(config).split("/")[0] if only_start else run_shape(config)
     if only_start:
-        path = write_rows(FILE, [start_row(config, judge(model, config))])
+        path = write_rows(options.out, [start_row(config, judge(model, config), command=command)])
     else:
         result = train(config, report=print, setup=one_sentence(program))
         lines = [line for line in result.metrics if line["update"] > 0]
-        path = record_run(config, lines, judge(result.model_dir, config), before=judge(model, config))
-    for line in summary(model=Path(config.model).name):
-        print("  ".join(f"{name} {value}" for name, value in line.items()))
+        before = None if options.without_start else judge(model, config)
+        given = {"before": before, "command": command, "file": options.out}
+        path = record_run(config, lines, judge(result.model_dir, config), **given)
+    arm = START if only_start else config.kv.precision
+    for row in read_rows(path, experiment="train", arm=arm, shape=shape):
+        print(f"{row['arm']} {row['shape']} {row['metric']} {row['value']} {row['unit']}")
     print(f"rows in {path}")
+
+
+def _split(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
+    """What says where rows go, and the flags of the run."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--out", default=FILE)  # CSV under data/results, or an absolute path
+    parser.add_argument("--without-start", action="store_true")  # the starting model has its row already
+    return parser.parse_known_args(arguments)
 
 
 if __name__ == "__main__":

@@ -8,6 +8,8 @@ from numpy.typing import ArrayLike
 
 from kv4rl.config import require
 
+T_95 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228, 2.201)  # by degrees of freedom, from 1
+
 
 def _correct(correct: ArrayLike) -> np.ndarray:
     array = np.asarray(correct)
@@ -56,3 +58,9 @@ def table_row(scores: Mapping[int, Mapping[str, float]]) -> dict[str, Spread]:
     row = {task: spread([by_task[task] for by_task in scores.values()]) for task in tasks}
     row["Mean"] = spread([float(np.mean([by_task[task] for task in tasks])) for by_task in scores.values()])
     return row
+
+
+def t_95(count: int) -> float:
+    """Student's t for a two-sided 95 % interval of a mean over `count` seeds: 2 to 12 of them, else ValueError."""
+    require(2 <= count <= len(T_95) + 1, "seeds", count, f"2 to {len(T_95) + 1}")
+    return T_95[count - 2]

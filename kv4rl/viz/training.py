@@ -6,6 +6,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from kv4rl.evaluation.metrics import t_95
 from kv4rl.viz.style import ACCENT, PRECISION_COLOURS, PRECISION_NAMES
 
 OCCUPANCY_POINTS = 500  # of a trace that are drawn
@@ -13,29 +14,48 @@ PANELS = (
     ("critic/score/mean", "mean reward"),
     ("response_length/mean", "completed response, tokens"),
     ("actor/kl_loss", "k3 to the initial policy, nats"),
+    ("rollout_corr/k3_kl", "sampler mismatch (k3), nats"),
 )
 
 
-def learning_curves(runs: Mapping[str, Sequence[Mapping]], *, panels=PANELS, window: int = 5) -> go.Figure:
-    """One panel a metric, one colour a precision: raw values faint, trailing means of `window` updates thick.
+def learning_curves(runs: Mapping[str, Sequence[Sequence[Mapping]]], *, panels=PANELS, window: int = 5) -> go.Figure:
+    """One panel a metric, one colour a precision: trailing means of `window` updates, averaged over runs.
 
-    Args: runs: precision -> metric lines of one run (`kv4rl.metrics`), in update order.
+    Several runs give a 95 % band (Student's t over runs); of a single one the raw values stand behind, faint.
+    Args: runs: precision -> runs (seeds), each the metric lines (`kv4rl.metrics`) of its updates in order. Runs of
+    unequal length are drawn as far as the shortest.
     """
     figure = make_subplots(rows=1, cols=len(panels), subplot_titles=[title for _, title in panels])
-    for precision, lines in runs.items():
+    for precision, seeds in runs.items():
         for column, (name, _) in enumerate(panels, start=1):
-            values = np.array([line[name] for line in lines if name in line], dtype=float)
-            updates = np.arange(1, len(values) + 1)
-            colour = PRECISION_COLOURS[precision]
-            faint = go.Scatter(x=updates, y=values, line={"color": colour, "width": 1}, opacity=0.3, showlegend=False)
-            thick = go.Scatter(
-                x=updates, y=trailing_mean(values, window), line={"color": colour, "width": 3},
-                name=PRECISION_NAMES[precision], legendgroup=precision, showlegend=column == 1,
-            )  # fmt: skip
-            figure.add_traces([faint, thick], rows=1, cols=column)
+            values = [np.array([line[name] for line in lines if name in line], dtype=float) for lines in seeds]
+            length = min(map(len, values), default=0)
+            table = np.array([one[:length] for one in values])
+            traces = _precision_traces(precision, table, window, legend=column == 1)
+            figure.add_traces(traces, rows=1, cols=column)
     figure.update_xaxes(title_text="policy update")
-    figure.update_layout(height=380, width=1080)
+    figure.update_layout(height=360, width=300 * len(panels))
     return figure
+
+
+def _precision_traces(precision: str, values: np.ndarray, window: int, *, legend: bool) -> list[go.Scatter]:
+    """The mean of `values` [runs, updates], and behind it the band, or the one run's raw values."""
+    updates, colour = np.arange(1, values.shape[1] + 1), PRECISION_COLOURS[precision]
+    smooth = np.array([trailing_mean(run, window) for run in values])
+    mean = smooth.mean(axis=0)
+    thick = go.Scatter(
+        x=updates, y=mean, line={"color": colour, "width": 3}, name=PRECISION_NAMES[precision],
+        legendgroup=precision, showlegend=legend,
+    )  # fmt: skip
+    behind = {"showlegend": False, "legendgroup": precision, "hoverinfo": "skip"}
+    if len(values) == 1:
+        faint = {"color": colour, "width": 1}
+        return [go.Scatter(x=updates, y=values[0], line=faint, opacity=0.3, **behind), thick]
+    half = t_95(len(values)) * smooth.std(axis=0, ddof=1) / np.sqrt(len(values))
+    around = np.concatenate([mean + half, (mean - half)[::-1]])
+    there_and_back = np.concatenate([updates, updates[::-1]])
+    shade = go.Scatter(x=there_and_back, y=around, fill="toself", fillcolor=colour, opacity=0.15, mode="none", **behind)
+    return [shade, thick]
 
 
 def trailing_mean(values: np.ndarray, window: int) -> np.ndarray:

@@ -4,8 +4,9 @@ from dataclasses import replace
 
 import pytest
 
-from kv4rl import train_rows
-from kv4rl.config import KVConfig, TrainConfig
+from kv4rl import learning, train_rows
+from kv4rl.config import KVConfig
+from kv4rl.presets import override, preset
 from kv4rl.results import read_rows
 
 
@@ -21,7 +22,7 @@ def run(tmp_path, monkeypatch):
         }
         for i in range(8)
     ]
-    config = TrainConfig(model="data/models/mini-qwen3", seed=43, kv=KVConfig("kv4"))
+    config = replace(preset("mini"), model="data/models/mini-qwen3", kv=KVConfig("kv4"))
     return config, lines, {"value": 0.5, "low": 0.4, "high": 0.6, "n": 64}, tmp_path
 
 
@@ -35,38 +36,45 @@ def test_a_shorter_run_of_the_same_name_leaves_nothing_of_the_longer_one(run):
     config, lines, accuracy, directory = run
     train_rows.record_run(config, lines * 2, accuracy)
     train_rows.record_run(config, lines, accuracy)
-    assert len(train_rows.read_curves(directory=directory)["kv4"]) == len(lines)
+    assert len(learning.read_runs(directory=directory)[""]["kv4"]["seed43"].lines) == len(lines)
 
 
 def test_curves_come_back_as_they_went(run):
     config, lines, accuracy, directory = run
     train_rows.record_run(config, lines, accuracy)
-    curves = train_rows.read_curves(directory=directory)
-    assert list(curves) == ["kv4"]
-    assert [line["critic/score/mean"] for line in curves["kv4"]] == pytest.approx([0.1 * i for i in range(8)])
+    setting = learning.read_runs(directory=directory)[""]
+    assert list(setting) == ["kv4"]
+    assert [line["critic/score/mean"] for line in setting["kv4"]["seed43"].lines] == pytest.approx(
+        [0.1 * i for i in range(8)]
+    )
 
 
 def test_ends_are_means_of_several_updates(run):
     config, lines, accuracy, directory = run
     train_rows.record_run(config, lines, accuracy)
-    (line,) = train_rows.summary(directory=directory)
-    assert float(line["reward_first"]) == pytest.approx(0.1) and float(line["reward_last"]) == pytest.approx(0.5)
-    assert line["accuracy"] == "0.5" and line["precision"] == "kv4"
+    ends = learning.read_runs(directory=directory)[""]["kv4"]["seed43"].ends
+    assert ends["reward_first"] == pytest.approx(0.1) and ends["reward_last"] == pytest.approx(0.5)
+    assert ends["accuracy"] == 0.5
 
 
-def test_the_starting_model_has_one_row_that_stands_beside_every_precision(run):
+def test_a_run_is_named_by_its_seeds_and_by_what_is_not_the_presets():
+    mini = preset("mini")
+    assert train_rows.run_shape(override(mini, {"kv.precision": "kv8", "output_dir": "x", "device": "cpu"})) == "seed43"
+    other = override(mini, {"seed": 1, "rollout.seed": 1, "updates": 30, "grpo.learning_rate": 3e-4})
+    assert train_rows.run_shape(other) == "seed1/updates=30,grpo.learning_rate=0.0003"
+    assert train_rows.run_shape(override(mini, {"rollout.seed": 7})) == "seed43-7"
+
+
+def test_the_starting_model_has_one_row_for_all_precisions_and_settings(run):
     config, lines, accuracy, directory = run
     train_rows.record_run(config, lines, accuracy)
-    assert train_rows.summary(directory=directory)[0]["accuracy_before"] == "-"
-    for precision in ("kv4", "kv4rl"):
-        before = accuracy | {"value": 0.25}
-        train_rows.record_run(replace(config, kv=KVConfig(precision)), lines, accuracy, before=before)
+    assert learning.start_accuracy(directory=directory) is None
+    for given in ({"kv.precision": "kv4rl"}, {"updates": 30}):
+        train_rows.record_run(override(config, given), lines, accuracy, before=accuracy | {"value": 0.25})
     (start,) = read_rows(directory / train_rows.FILE, arm="start")
-    assert (start["metric"], start["value"], start["low"], start["n"]) == ("accuracy", "0.25", "0.4", "64")
-    table = train_rows.summary(directory=directory)
-    assert [line["accuracy_before"] for line in table] == ["0.25", "0.25"]
-    assert list(table[0]).index("accuracy_before") + 1 == list(table[0]).index("accuracy")
-    assert list(train_rows.read_curves(directory=directory)) == ["kv4", "kv4rl"]
+    assert (start["shape"], start["value"], start["low"], start["n"]) == ("seed43", "0.25", "0.4", "64")
+    assert learning.start_accuracy(directory=directory).mean == 0.25
+    assert list(learning.read_runs(directory=directory)) == ["", "updates=30"]
 
 
 def test_start_judges_the_starting_model_and_trains_nothing(run, monkeypatch, capsys):
@@ -87,5 +95,5 @@ def test_a_run_too_short_for_two_ends_is_refused(run):
         train_rows.record_run(config, lines[:5], accuracy)
 
 
-def test_without_the_file_there_are_no_curves(tmp_path):
-    assert train_rows.read_curves(directory=tmp_path) == {} and train_rows.summary(directory=tmp_path) == []
+def test_without_the_file_there_are_no_runs(tmp_path):
+    assert learning.read_runs(directory=tmp_path) == {} and learning.start_accuracy(directory=tmp_path) is None

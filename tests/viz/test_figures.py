@@ -42,9 +42,22 @@ def test_trailing_mean_uses_what_is_there_at_the_start():
     assert trailing_mean(np.array([1.0, 3.0, 5.0, 7.0]), 2).tolist() == [1, 2, 4, 6]
 
 
-def test_learning_curves_have_a_raw_and_a_smooth_line_per_precision_and_panel():
-    lines = [{"critic/score/mean": 0.1, "response_length/mean": 10, "actor/kl_loss": 0.0}] * 3
-    assert len(learning_curves({"kv4": lines, "kv4rl": lines}).data) == 2 * 3 * 2
+NAMES = ("critic/score/mean", "response_length/mean", "actor/kl_loss", "rollout_corr/k3_kl")
+
+
+def test_one_run_is_drawn_raw_and_smooth_in_every_panel():
+    lines = [dict.fromkeys(NAMES, value) for value in (0.0, 1.0, 5.0)]
+    figure = learning_curves({"kv4": [lines], "kv4rl": [lines]}, window=2)
+    assert len(figure.data) == 2 * 4 * 2
+    raw, smooth = figure.data[:2]
+    assert list(raw.y) == [0, 1, 5] and list(smooth.y) == [0, 0.5, 3]
+
+
+def test_seeds_are_drawn_as_their_mean_within_students_t_interval():
+    runs = [[dict.fromkeys(NAMES, value)] * length for value, length in ((1.0, 4), (2.0, 3), (3.0, 3))]
+    shade, mean = learning_curves({"kv4": runs}).data[:2]
+    assert list(mean.y) == [2, 2, 2] and len(shade.y) == 6
+    assert max(shade.y) == pytest.approx(2 + 4.303 / 3**0.5) and min(shade.y) == pytest.approx(2 - 4.303 / 3**0.5)
 
 
 def test_ages_sum_to_one_and_empty_input_draws_empty():

@@ -1,0 +1,216 @@
+"""What the training runs in data/results/train.csv show: means over seeds, their intervals, and a plain verdict.
+
+    python -m kv4rl.learning
+
+Runs are compared within one setting and one machine. Precisions are paired by seed: equal seeds have equal prompts and
+sampling noise, so their difference is less noisy than either score. Intervals are Student's t, 95 %, over seeds.
+"""
+
+import argparse
+import math
+import re
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+
+from kv4rl.config import PRECISIONS, require
+from kv4rl.evaluation.metrics import t_95
+from kv4rl.presets import preset
+from kv4rl.results import RESULTS, latest, read_rows
+from kv4rl.train_rows import CURVES, FILE, START
+from kv4rl.viz.style import PRECISION_NAMES
+
+SCORES = ("reward_last", "accuracy")  # what "falls behind" is judged by, each by itself
+
+
+@dataclass
+class Run:
+    """One training run, as its rows tell it."""
+
+    ends: dict[str, float] = field(default_factory=dict)  # metric -> value
+    curve: dict[int, dict[str, float]] = field(default_factory=dict)  # update -> metric as in metrics.jsonl -> value
+    row: Mapping[str, str] = field(default_factory=dict)  # one of its rows: hardware, date, commit, command
+
+    @property
+    def lines(self) -> list[dict[str, float]]:
+        """One dict an update, named as in metrics.jsonl, in order."""
+        return [self.curve[update] for update in sorted(self.curve)]
+
+
+Setting = dict[str, dict[str, Run]]  # precision -> seed -> run
+
+
+@dataclass(frozen=True)
+class Band:
+    """Mean over seeds and its 95 % interval; of one seed both ends are NaN: it shows no spread."""
+
+    mean: float
+    low: float
+    high: float
+    seeds: int
+
+    def __str__(self) -> str:
+        return f"{self.mean:.3g}" + (f" [{self.low:.3g}, {self.high:.3g}]" if self.seeds > 1 else "")
+
+
+def band(values: Iterable[float]) -> Band:
+    """Student's t interval of the mean over seeds. Raises ValueError without values, or with more than 12."""
+    values = np.asarray(list(values), dtype=float)
+    require(len(values) > 0, "values", len(values), "one or more")
+    mean = float(values.mean())
+    if len(values) == 1:
+        return Band(mean, math.nan, math.nan, 1)
+    half = t_95(len(values)) * float(values.std(ddof=1)) / math.sqrt(len(values))
+    return Band(mean, mean - half, mean + half, len(values))
+
+
+def read_runs(*, model: str = "mini-qwen3", directory: Path = RESULTS, file: str | Path = FILE) -> dict[str, Setting]:
+    """Setting -> precision -> seed -> run, in file order; {} without the file.
+
+    A setting is what a run's `shape` says behind its seed, "" for the mini preset. Of a setting that was run on several
+    machines the one with the most runs counts, then the one with the newest.
+    """
+    path = directory / file
+    rows = read_rows(path.resolve(), model=model) if path.exists() else []
+    machines: dict[str, dict[str, Setting]] = {}
+    for row in rows:
+        if row["arm"] in PRECISIONS:
+            seed, setting, update = _parts(row["shape"])
+            found = machines.setdefault(setting, {}).setdefault(row["hardware"], {})
+            run = found.setdefault(row["arm"], {}).setdefault(seed, Run())
+            run.row = row
+            if update is None:
+                run.ends[row["metric"]] = float(row["value"])
+            else:
+                run.curve.setdefault(update, {})[CURVES[row["metric"]][0]] = float(row["value"])
+    chosen = {setting: max(by_machine.values(), key=_weight) for setting, by_machine in machines.items()}
+    return {setting: {p: runs[p] for p in PRECISIONS if p in runs} for setting, runs in chosen.items()}
+
+
+def _parts(shape: str) -> tuple[str, str, int | None]:
+    """`seed1/updates=30@7` -> "seed1", "updates=30", 7."""
+    run, _, update = shape.partition("@")
+    seed, _, setting = run.partition("/")
+    return seed, setting, int(update) if update else None
+
+
+def _weight(setting: Setting) -> tuple[int, str]:
+    runs = [run for by_seed in setting.values() for run in by_seed.values()]
+    return len(runs), max(run.row["date"] for run in runs)
+
+
+def main_setting(settings: Mapping[str, Setting]) -> str:
+    """The setting with the most runs, then the newest. Raises ValueError without any."""
+    require(bool(settings), "settings", list(settings), "at least one; `python -m kv4rl.sweep` makes them")
+    return max(settings, key=lambda name: _weight(settings[name]))
+
+
+def describe(setting: str) -> str:
+    """A setting in words: collector, learning rate, updates, and whatever else is not the preset's."""
+    usual = preset("mini")
+    values = {
+        "rollout.collector": usual.rollout.collector, "grpo.learning_rate": usual.grpo.learning_rate,
+        "updates": usual.updates,
+    }  # fmt: skip
+    values |= dict(part.split("=", 1) for part in re.split(r",(?=[a-z_.]+=)", setting) if part)
+    collector, rate, updates = (values.pop(name) for name in ("rollout.collector", "grpo.learning_rate", "updates"))
+    rest = "".join(f", {name}={value}" for name, value in values.items())
+    return f"{collector} collection, learning rate {float(rate):g}, {updates} updates{rest}"
+
+
+def summary(setting: Setting) -> list[dict[str, str]]:
+    """One dict a precision: seeds, and mean with interval of each end, from runs that have it."""
+    lines = []
+    for precision, runs in setting.items():
+        metrics = dict.fromkeys(metric for run in runs.values() for metric in run.ends)
+        cells = {m: str(band(run.ends[m] for run in runs.values() if m in run.ends)) for m in metrics}
+        lines.append({"precision": precision, "seeds": str(len(runs))} | cells)
+    return lines
+
+
+def paired(setting: Setting, metric: str, precision: str, base: str = "bf16") -> Band | None:
+    """Difference `precision` - `base` over the seeds that both have; None without any."""
+    mine, theirs = setting.get(precision, {}), setting.get(base, {})
+    both = [seed for seed in mine if metric in mine[seed].ends and metric in theirs.get(seed, Run()).ends]
+    return band(mine[seed].ends[metric] - theirs[seed].ends[metric] for seed in both) if both else None
+
+
+def differences(setting: Setting) -> list[dict[str, str]]:
+    """Paired differences to BF16 by precision and score, and KV4-RL's to KV4, each with what it shows."""
+    pairs = [(precision, "bf16") for precision in setting if precision != "bf16"] + [("kv4rl", "kv4")]
+    lines = []
+    for precision, base in pairs:
+        for metric in SCORES:
+            difference = paired(setting, metric, precision, base)
+            if difference is not None:
+                pair = f"{PRECISION_NAMES[precision]} - {PRECISION_NAMES[base]}"
+                lines.append({"pair": pair, "score": metric, "difference": str(difference), "shows": shows(difference)})
+    return lines
+
+
+def shows(difference: Band) -> str:
+    """What the interval of a paired difference says, and no more than that."""
+    if difference.seeds < 2:
+        return "nothing: one seed"
+    if difference.high < 0:
+        return "behind"
+    return "ahead" if difference.low > 0 else "no difference"
+
+
+def verdict(setting: Setting) -> str:
+    """One sentence a score: whether KV4 falls behind BF16 and whether KV4-RL does, from the paired intervals."""
+    said = []
+    for metric in SCORES:
+        found = {precision: paired(setting, metric, precision) for precision in ("kv4", "kv4rl")}
+        if any(difference is None or difference.seeds < 2 for difference in found.values()):
+            said.append(f"{metric}: two seeds or more of BF16, KV4 and KV4-RL are needed")
+            continue
+        parts = [
+            f"{PRECISION_NAMES[name]} {'falls' if shows(difference) == 'behind' else 'does not fall'} behind BF16"
+            f" ({difference.mean:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}])"
+            for name, difference in found.items()
+        ]
+        said.append(f"{metric}, {found['kv4'].seeds} seeds: {', '.join(parts)}")
+    return "; ".join(said)
+
+
+def start_accuracy(*, model: str = "mini-qwen3", directory: Path = RESULTS, file: str | Path = FILE) -> Band | None:
+    """Accuracy of the model before training, over the newest machine's seeds; None without its rows."""
+    path = directory / file
+    rows = read_rows(path.resolve(), arm=START, model=model) if path.exists() else []
+    if not rows:
+        return None
+    hardware = latest(rows)["hardware"]
+    return band(float(row["value"]) for row in rows if row["hardware"] == hardware)
+
+
+def curves(setting: Setting) -> dict[str, list[list[dict[str, float]]]]:
+    """Precision -> the metric lines of its runs, as `viz.training.learning_curves` draws them."""
+    return {precision: [run.lines for run in runs.values() if run.curve] for precision, runs in setting.items()}
+
+
+def report(path: Path) -> list[str]:
+    """Every setting of a file in lines of text: table, paired differences, verdict."""
+    lines = []
+    for name, setting in read_runs(file=path).items():
+        lines += ["", f"{describe(name)}:"]
+        lines += [_line(row) for row in (*summary(setting), *differences(setting))]
+        lines.append(verdict(setting))
+    before = start_accuracy(file=path)
+    return lines + ([f"accuracy before training: {before}"] if before else [])
+
+
+def _line(row: Mapping[str, str]) -> str:
+    return "  " + "  ".join(f"{name} {value}" for name, value in row.items())
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m kv4rl.learning", description=__doc__.split("\n")[0])
+    parser.add_argument("--file", type=Path, default=RESULTS / FILE, help="of rows, default data/results/train.csv")
+    print("\n".join(report(parser.parse_args(arguments).file)))
+
+
+if __name__ == "__main__":
+    main()
