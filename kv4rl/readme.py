@@ -46,7 +46,7 @@ def notebooks(rows: Path = RESULTS) -> str:
 
 
 def results(rows: Path = RESULTS) -> str:
-    """Paper beside measured: what has a row and is not secondary; below it, numbered, the commands that made the rows."""
+    """Paper beside measured: what has a row and is not secondary; below it, numbered, their commands."""
     lines = [line for line in compare(rows) if line["ours"] != ABSENT and not line["quantity"].startswith(SECONDARY)]
     runs = list(dict.fromkeys(tuple(line[name] for name in ORIGIN) for line in lines))
     for line in lines:
