@@ -7,6 +7,7 @@ BENCHES = {  # name -> module with main(arguments)
     "kernels": "kv4rl.bench.kernels",
     "replay": "kv4rl.bench.replay",
     "rollout": "kv4rl.bench.rollout",
+    "today": "kv4rl.bench.today",
 }
 
 

@@ -1,0 +1,48 @@
+"""`bench today`: the baselines run over our very weights, and every response has the length that was asked for."""
+
+import json
+
+import pytest
+import torch
+
+from kv4rl.bench import today
+from kv4rl.bench.__main__ import main
+from kv4rl.model.attend import PackedCausal
+from kv4rl.model.shapes import random_model
+from kv4rl.results import read_rows
+
+SMALL = "today --device cpu --model mini-qwen3 --prompts 3 --prompt-tokens 9 --new-tokens 6".split()
+
+
+def test_every_arm_generates_and_is_set_against_generate(tmp_path, capsys):
+    out = tmp_path / "today.csv"
+    main([*SMALL, "--out", str(out)])
+    rows = {(row["arm"], row["metric"]): row for row in read_rows(out)}
+    assert {arm for arm, _ in rows} == {*today.BASELINES, "bf16", "kv8", "kv4", "kv4rl"}
+    rate = {arm: float(row["value"]) for (arm, metric), row in rows.items() if metric == "tokens_per_s"}
+    for arm in rate:
+        assert float(rows[arm, "speedup_vs_generate"]["value"]) == pytest.approx(rate[arm] / rate[today.BASE], rel=1e-4)
+    assert rows["kv4", "tokens_per_s"]["shape"] == "3x9+6"
+    printed = capsys.readouterr().out
+    assert "random weights" in printed
+    assert json.loads(printed.splitlines()[-1])["tokens_per_s"].keys() == rate.keys()
+
+
+def test_the_baselines_compute_what_our_decoder_computes():
+    decoder = random_model("mini-qwen3", dtype=torch.float32)
+    model = today.transformers_model(decoder)
+    assert model.model.embed_tokens.weight.data_ptr() == decoder.model.embed_tokens.weight.data_ptr()
+    ids = torch.arange(5, 25)
+    ours = decoder.logits(decoder(ids, torch.arange(20), PackedCausal([0, 20])))
+    torch.testing.assert_close(model(ids[None]).logits[0], ours)
+
+
+def test_a_call_that_ends_early_is_not_timed():
+    with pytest.raises(RuntimeError, match=r"2 responses of \[3, 4\] tokens: expected 2 of 4"):
+        today.seconds(lambda tokens: [[0] * tokens, [0] * 3], 4, 2, torch.device("cpu"))
+
+
+def test_lengths_beyond_the_models_positions_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        main([*SMALL, "--new-tokens", "4096"])
+    assert "at most the model's 2048 positions" in capsys.readouterr().err
