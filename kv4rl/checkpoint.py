@@ -34,7 +34,7 @@ MIN_ARRAY = 16  # shorter lists of numbers stay in state.json
 # A run may go on with other values of these; every other field decides what the updates compute.
 FREE_FIELDS = (
     "updates", "output_dir", "checkpoint_every", "keep_checkpoints",
-    "evaluate_every", "evaluate_prompts", "evaluate_samples",
+    "evaluate_every", "evaluate_prompts", "evaluate_samples", "memory", "tensor_parallel",
 )  # fmt: skip
 
 
@@ -132,7 +132,7 @@ def load_checkpoint(path: str | Path, config: TrainConfig) -> Checkpoint:
             update=state["update"],
             config=state["config"],
             weights=load_file(path / "model.safetensors"),
-            optimizer=torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True),
+            optimizer=torch.load(path / "optimizer.pt", map_location="cpu", weights_only=True, mmap=True),
             run=_join(state["run"], load_file(path / "pool.safetensors")),
         )
     except InputError:

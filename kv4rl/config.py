@@ -160,6 +160,10 @@ class TrainConfig:
     updates: int = 400
     seed: int = 43
     device: str = "auto"  # "auto", "cpu" or "cuda"
+    tensor_parallel: int = 1  # GPUs of one rollout replica ("Two DP replicas with TP2 each", Table A1)
+    memory: str = (
+        "resident"  # "phased": learner states and KV cache take turns on the GPU (§A.2); "resident": both stay
+    )
     reading: str = "verl"  # reward reading: "verl" or "last_box" (design decision 10)
     evaluate_every: int = 0  # updates between evaluations; 0: only at the start and the end
     evaluate_prompts: int = 64
@@ -176,8 +180,10 @@ class TrainConfig:
         for name in ("model", "tasks", "output_dir"):
             text = isinstance(getattr(self, name), str) and bool(getattr(self, name))
             require(text, name, getattr(self, name), "a string (checkpoints keep it), not empty")
-        for name in ("updates", "evaluate_prompts", "evaluate_samples", "checkpoint_every", "keep_checkpoints"):
+        counts = ("updates", "evaluate_prompts", "evaluate_samples", "checkpoint_every", "keep_checkpoints")
+        for name in (*counts, "tensor_parallel"):
             require_integer(getattr(self, name), name, 1)
+        require(self.memory in ("resident", "phased"), "memory", self.memory, "resident or phased")
         for name in ("evaluate_every", "seed"):
             require_integer(getattr(self, name), name, 0)
         require_number(self.evaluate_temperature, "evaluate_temperature", 0)

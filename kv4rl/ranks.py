@@ -14,6 +14,7 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from kv4rl.config import require
 from kv4rl.device import choose_device
 from kv4rl.grpo.ranks import all_ranks
+from kv4rl.model.communicator import Communicator, init_mesh, make_communicator
 
 Item = TypeVar("Item")
 PATIENCE = timedelta(minutes=30)  # how long a rank waits for another: a collection interval can differ by minutes
@@ -40,9 +41,31 @@ class Ranks:
         """Every rank's value, in the order of ranks, on all of them."""
         return all_ranks([value], self.mesh)
 
+    def replica(self, tensor_parallel: int) -> "Replica":
+        """The rollout replica of `tensor_parallel` consecutive ranks that this one is part of; a collective.
+
+        Raises ValueError unless the ranks make whole replicas.
+        """
+        whole = self.size % tensor_parallel == 0
+        require(whole, "tensor_parallel", tensor_parallel, f"a divisor of {self.size}, the number of ranks")
+        number, count, communicator = self.rank // tensor_parallel, self.size // tensor_parallel, None
+        if tensor_parallel > 1:
+            communicator = make_communicator(init_mesh(tensor_parallel, self.device.type))
+        return Replica(number, count, self.rank % tensor_parallel == 0, communicator)
+
+
+@dataclass(frozen=True)
+class Replica:
+    """One rollout engine among `count`: a rank's own, or shared by the ranks of a tensor-parallel group."""
+
+    number: int
+    count: int
+    leads: bool  # does this rank speak for the replica? The others repeat its steps
+    communicator: Communicator | None
+
     def share(self, items: Sequence[Item]) -> list[Item]:
-        """This rank's part of what all ranks hold."""
-        return list(items[self.rank :: self.size])
+        """This replica's part of what all replicas hold."""
+        return list(items[self.number :: self.count])
 
 
 @contextmanager

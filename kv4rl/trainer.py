@@ -13,12 +13,15 @@ from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.request import Request
 from kv4rl.engine.sampler import Sampling
 from kv4rl.evaluation.evaluate import EvaluationResult, evaluate
-from kv4rl.grpo.batch_metrics import collection_metrics, mean_over_ranks, response_metrics
+from kv4rl.grpo.batch_metrics import collection_metrics, max_over_ranks, mean_over_ranks, response_metrics
 from kv4rl.grpo.learner import GRPOLearner
 from kv4rl.grpo.masters import cast_copy, compute_dtype
 from kv4rl.grpo.weight_sync import checksum, sync
 from kv4rl.metrics import Timers
+from kv4rl.model.decoder import Decoder
+from kv4rl.model.tensor_parallel import shard_decoder
 from kv4rl.model.weights import eos_token_ids, load_decoder, load_tokenizer, save_decoder
+from kv4rl.phases import PhaseController
 from kv4rl.ranks import Ranks
 from kv4rl.rewards.grader import Grader
 from kv4rl.rollout.group import Prompt, PromptGroup
@@ -53,8 +56,9 @@ class Scoring:
 class Trainer:
     """Everything one rank of a run holds; `train` drives it. ValueError for whatever does not fit together.
 
-    Every rank is a rollout replica with its share of the prompts and of the quota, and holds a shard of the learner;
-    `iterate`, `evaluate` and `save` are collectives.
+    Every `tensor_parallel` ranks are a rollout replica with its share of the prompts and of the quota, and every rank
+    holds a shard of the learner; engine and learner take turns on the GPU (`phases.py`). `iterate`, `evaluate`, `save`
+    and `export` are collectives.
     """
 
     def __init__(self, config: TrainConfig, grader: Grader, ranks: Ranks | None = None):
@@ -63,7 +67,8 @@ class Trainer:
         self.config = config
         self.ranks = ranks or Ranks(choose_device(config.device))
         self.device = self.ranks.device
-        rollout = _share_of_quota(config.rollout, self.ranks.size)
+        self.replica = self.ranks.replica(config.tensor_parallel)
+        rollout = _share_of_quota(config.rollout, self.replica.count)
         self.checkpoints = Path(config.output_dir) / "checkpoints"
         self.update = 0  # updates made so far: equals the engine's policy_version
         self.tokenizer = load_tokenizer(config.model)
@@ -76,18 +81,24 @@ class Trainer:
         self._model_checksum = _checksum(decoder)
         self.grader = grader
         self.scoring = Scoring(grader, self.tokenizer, config.reading)
-        rollout_decoder = cast_copy(decoder, compute_dtype(config.grpo.compute_dtype, self.device))
+        rollout_decoder = self._rollout_decoder(decoder)
         decoder.recompute_layers = self.device.type == "cuda"  # "Gradient checkpointing: on", Table A1
         self.learner = GRPOLearner(decoder, config.grpo, mesh=self.ranks.mesh)
+        self.phases = PhaseController(self.learner, self.device, take_turns=config.memory == "phased")
+        self.phases.enter("collect")  # the cache is sized for what is left then
         stops = eos_token_ids(config.model)
-        self.engine = RolloutEngine(rollout_decoder, config.kv, rollout, eos_token_ids=stops)
+        self.engine = RolloutEngine(
+            rollout_decoder, config.kv, rollout, eos_token_ids=stops, memory=self.phases.memory()
+        )  # fmt: skip
+        self.phases.attach(self.engine)
         for prompt in (prompts.longest(), *self.evaluation_prompts):
             cap = config.rollout.max_response_tokens
             self.engine.check_fits(Request(prompt.prompt_id, 0, prompt.tokens, cap, stops))
         make = PartialCollector if config.rollout.collector == "partial" else SyncCollector
-        if self.ranks.size > 1:
-            prompts = SharedStream(prompts, self.ranks.rank, self.ranks.size)
-        self.collector = make(self.engine, prompts, rollout, grade=self.scoring, eos_token_ids=stops)
+        if self.replica.count > 1:
+            prompts = SharedStream(prompts, self.replica.number, self.replica.count)
+        grade = self.scoring if self.replica.leads else None
+        self.collector = make(self.engine, prompts, rollout, grade=grade, eos_token_ids=stops)
 
     def resume(self) -> bool:
         """Continue from the newest checkpoint, if there is one. ValueError if it belongs to another run."""
@@ -101,13 +112,14 @@ class Trainer:
         )  # fmt: skip
         collectors = checkpoint.run["collectors"]
         require(
-            len(collectors) == self.ranks.size, "ranks", self.ranks.size,
+            len(collectors) == self.replica.count, "replicas", self.replica.count,
             f"{len(collectors)}, which made {saved[-1]}: each holds unfinished responses of its own",
         )  # fmt: skip
         self.update = checkpoint.update
+        self.phases.enter("learn")
         learner = {"weights": checkpoint.weights, "optimizer": checkpoint.optimizer, "updates": self.update}
         self.learner.load_state(learner)
-        self.collector.load_state(collectors[self.ranks.rank])
+        self.collector.load_state(collectors[self.replica.number])
         sync(self.learner, self.engine, self.update)
         return True
 
@@ -116,18 +128,20 @@ class Trainer:
         timers, trace = Timers(self.device), Trace()
         self.collector.trace = trace
         with timers("step"):
+            self.phases.enter("collect", timers)
             with timers("gen"):
                 collection = self.collector.collect()
-                with timers("reward"):
+                with timers("reward"):  # what grading takes beyond the collection, during which it runs
                     self.scoring.finish()
-            groups = [group for share in self.ranks.gather(collection.groups) for group in share]
+            self.phases.enter("learn", timers)
+            groups = self._of_replicas(collection.groups)
             learnt = self.learner.update(groups, timers)
             with timers("update_weights"):
-                sync(self.learner, self.engine, self.update + 1)
+                learnt |= sync(self.learner, self.engine, self.update + 1)
         metrics = response_metrics(groups, self.update) | learnt
         collected = collection_metrics(collection.stats, trace.columns(), self.config.rollout.cache_pages)
         metrics |= mean_over_ranks(self.ranks.gather(collected))
-        metrics |= timers.metrics()
+        metrics |= max_over_ranks(self.ranks.gather(timers.metrics() | self.phases.metrics()))
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / timers.seconds["step"]
         self.update += 1
         self._write_trace(trace)
@@ -138,15 +152,16 @@ class Trainer:
         if not self.evaluation_prompts:
             return {}
         timers, config = Timers(self.device), self.config
+        self.phases.enter("evaluate", timers)
         with timers("testing"):
             engine = RolloutEngine(
                 self.engine.decoder, KVConfig(precision="bf16"), config.rollout,
                 eos_token_ids=self.engine.eos_token_ids,
             )  # fmt: skip
-            mine, given = self.ranks.share(self.evaluation_prompts), {"sampling": evaluation_sampling(config)}
+            mine, given = self.replica.share(self.evaluation_prompts), {"sampling": evaluation_sampling(config)}
             given |= {"samples": config.evaluate_samples, "grader": self.grader}
             result = evaluate(engine, self.tokenizer, mine, **given) if mine else None
-            results = [part for part in self.ranks.gather(result) if part is not None]
+            results = [part for part in self.ranks.gather(result if self.replica.leads else None) if part is not None]
         return EvaluationResult.join(results).metrics(config.reading) | timers.metrics()
 
     def save(self) -> Path | None:
@@ -154,7 +169,9 @@ class Trainer:
 
         One for all ranks, by the first of them; the others return None.
         """
-        learner, collectors = self.learner.state(), self.ranks.gather(self.collector.state())
+        self.phases.enter("learn")
+        learner = self.learner.state(whole=self.ranks.leads)
+        collectors = self._of_replicas([self.collector.state()])
         if not self.ranks.leads:
             return None
         run = {"collectors": collectors, "model_checksum": self._model_checksum}
@@ -164,23 +181,47 @@ class Trainer:
     def export(self) -> Path:
         """The policy as a model directory, as the engine holds it after the last sync."""
         directory = Path(self.config.output_dir) / "model"
+        decoder = self.engine.decoder if self.replica.communicator is None else self._joined_decoder()
         if self.ranks.leads:
-            save_decoder(self.engine.decoder, directory, self.tokenizer)
+            save_decoder(decoder, directory, self.tokenizer)
             GenerationConfig(eos_token_id=list(self.engine.eos_token_ids)).save_pretrained(directory)
         return directory
 
+    def _rollout_decoder(self, decoder: Decoder) -> Decoder:
+        """A copy of the policy for the engine, in the compute dtype; of several ranks this one's part."""
+        copy = cast_copy(decoder, compute_dtype(self.config.grpo.compute_dtype, self.device))
+        return copy if self.replica.communicator is None else shard_decoder(copy, self.replica.communicator)
+
+    def _joined_decoder(self) -> Decoder:
+        """The policy as sent to the engine's shards, whole and on the CPU of the first rank; empty on the others."""
+        self.phases.enter("learn")
+        with torch.device("meta"):
+            decoder = Decoder(self.learner.weights.decoder.config).to(self.engine.decoder.dtype)
+        if self.ranks.leads:
+            decoder.to_empty(device="cpu")
+        for name, tensor in self.learner.weights.named_compute_weights():
+            if self.ranks.leads:
+                decoder.get_parameter(name).data.copy_(tensor)
+        return decoder
+
+    def _of_replicas(self, items: list) -> list:
+        """The items of every replica, told by its leading rank, on all ranks."""
+        return [item for share in self.ranks.gather(items if self.replica.leads else []) for item in share]
+
     def _write_trace(self, trace: Trace) -> None:
+        if not self.replica.leads:
+            return
         directory = Path(self.config.output_dir) / "trace"
         directory.mkdir(parents=True, exist_ok=True)
         rank = "" if self.ranks.leads else f"-rank{self.ranks.rank}"
         trace.to_csv(directory / f"{self.update:06d}{rank}.csv")
 
 
-def _share_of_quota(rollout: RolloutConfig, ranks: int) -> RolloutConfig:
-    """What one of `ranks` replicas collects: T / ranks groups; slots and pages are per replica already (Table A1)."""
-    groups = rollout.groups_per_update
-    require(groups % ranks == 0, "rollout.groups_per_update", groups, f"a multiple of {ranks}, the number of ranks")
-    return replace(rollout, groups_per_update=groups // ranks)
+def _share_of_quota(rollout: RolloutConfig, replicas: int) -> RolloutConfig:
+    """What one of several replicas collects: its part of T; slots and pages are per replica already (Table A1)."""
+    groups, expected = rollout.groups_per_update, f"a multiple of {replicas}, the number of replicas"
+    require(groups % replicas == 0, "rollout.groups_per_update", groups, expected)
+    return replace(rollout, groups_per_update=groups // replicas)
 
 
 def _evaluation_prompts(config: TrainConfig, tokenizer, left_out: list[LeftOut]) -> list[Prompt]:

@@ -63,6 +63,12 @@ def mean_over_ranks(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
     return {name: float(np.mean([each[name] for each in metrics if name in each])) for name in names}
 
 
+def max_over_ranks(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """Times and peaks of the slowest and the fullest rank (§B.6)."""
+    names = dict.fromkeys(name for each in metrics for name in each)
+    return {name: max(each[name] for each in metrics if name in each) for name in names}
+
+
 def _staleness(groups: Sequence[PromptGroup], version: int) -> dict[str, float | list]:
     versions = [request.versions for group in groups for request in group.requests if request.versions]
     ages = version - np.concatenate([np.asarray(v, dtype=np.int64) for v in versions])

@@ -1,7 +1,7 @@
 """One GRPO update: old and reference log-probs, microbatched backward, clipped AdamW step (§3, Table A1)."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -14,9 +14,10 @@ from kv4rl.grpo.logprobs import MAX_LOGITS, token_logprobs
 from kv4rl.grpo.loss import LossStats, grpo_loss, unclipped_tis_weights
 from kv4rl.grpo.masters import MasterWeights, cast_copy, compute_dtype
 from kv4rl.grpo.mismatch import sampler_mismatch
+from kv4rl.grpo.offload import Movable
 from kv4rl.grpo.packing import TrainBatch, join, microbatches, pack
 from kv4rl.grpo.ranks import all_ranks, sum_over_ranks
-from kv4rl.grpo.sharded import ShardedWeights, shard
+from kv4rl.grpo.sharded import ShardedWeights, reshard, shard
 from kv4rl.metrics import Timers, summary
 from kv4rl.model.attend import PackedCausal
 from kv4rl.rollout.group import PromptGroup
@@ -68,7 +69,7 @@ class GRPOLearner:
         if config.kl_coefficient > 0:
             self.reference = cast_copy(reference if reference is not None else decoder, dtype).requires_grad_(False)
             if mesh is not None:
-                shard(self.reference, dtype, mesh, offload=True)
+                shard(self.reference, dtype, mesh)
         self.mesh = mesh
         self.weights = MasterWeights(decoder, dtype) if mesh is None else ShardedWeights(decoder, dtype, mesh)
         self._compute_old = old_log_probs == "compute"
@@ -108,16 +109,30 @@ class GRPOLearner:
         predicting = hidden.index_select(0, batch.predicting_rows)
         return token_logprobs(decoder, predicting, batch.targets, entropy=entropy, max_logits=self._max_logits)
 
-    def state(self) -> dict:
-        """Masters (FP32 on CPU), optimizer state and the number of updates made; the same for any number of ranks."""
-        optimizer = self.weights.optimizer_state(self._optimizer)
-        return {"weights": self.weights.state(), "optimizer": optimizer, "updates": self.updates}
+    def state(self, *, whole: bool = True) -> dict:
+        """Masters (FP32 on CPU), optimizer state and the number of updates made; the same for any number of ranks.
+
+        A collective. A rank that does not want the tensors (`whole` False) takes part and holds none of them.
+        """
+        optimizer = self.weights.optimizer_state(self._optimizer, whole=whole)
+        return {"weights": self.weights.state(whole=whole), "optimizer": optimizer, "updates": self.updates}
 
     def load_state(self, state: dict) -> None:
         """Continue from `state()`."""
         self.weights.load_state(state["weights"])
         self.weights.load_optimizer_state(self._optimizer, state["optimizer"])
         self.updates = state["updates"]
+
+    def movables(self) -> Iterator[Movable]:
+        """What may leave the GPU between updates: masters, moments and the frozen reference (§A.2)."""
+        yield from self.weights.movables()
+        for number, parameter in enumerate(self.weights.parameters()):
+            for name, value in self._optimizer.state.get(parameter, {}).items():
+                if isinstance(value, torch.Tensor) and value.ndim > 0:
+                    yield Movable(f"{name}.{number}", value)
+        if self.reference is not None:
+            for name, parameter in self.reference.named_parameters():
+                yield Movable(f"reference.{name}", parameter, "frozen")
 
     @property
     def learning_rate(self) -> float:
@@ -143,6 +158,7 @@ class GRPOLearner:
     def _reference_log_probs(self, parts: list[Microbatch]) -> None:
         for part in parts:
             part.reference_logp, _ = self.log_probs(part.batch, self.reference)
+        reshard(self.reference)
 
     def _backward(self, parts: list[Microbatch], num_tokens: int) -> LossStats:
         ranks = 1 if self.mesh is None else self.mesh.size()

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from kv4rl.config import require
+from kv4rl.grpo.offload import Movable
 
 
 def compute_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -66,8 +67,10 @@ class MasterWeights:
         for name, parameter in self.decoder.named_parameters():
             yield name, parameter.detach()
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Copies of the masters, FP32 on CPU."""
+    def state(self, *, whole: bool = True) -> dict[str, torch.Tensor]:
+        """Copies of the masters, FP32 on CPU; empty unless `whole`."""
+        if not whole:
+            return {}
         return {name: master.detach().to("cpu", copy=True) for name, master in self._masters.items()}
 
     def load_state(self, weights: dict[str, torch.Tensor]) -> None:
@@ -78,9 +81,18 @@ class MasterWeights:
                 master.copy_(weights[name])
         self.refresh()
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict:
-        """The state of the optimizer of these masters."""
-        return optimizer.state_dict()
+    def movables(self) -> Iterator[Movable]:
+        """What may leave the GPU between updates; `refresh` makes the computing decoder's copy again."""
+        for name, master in self._masters.items():
+            yield Movable(f"master.{name}", master)
+        for name, parameter in self.decoder.named_parameters():
+            if parameter is not self._masters[name]:
+                yield Movable(f"compute.{name}", parameter, "derived")
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, *, whole: bool = True) -> dict:
+        """The state of the optimizer of these masters; without tensors unless `whole`."""
+        state = optimizer.state_dict()
+        return state if whole else {**state, "state": {}}
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict) -> None:
         """Continue from `optimizer_state`."""

@@ -4,26 +4,23 @@ from collections.abc import Iterator
 
 import torch
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.fsdp import CPUOffloadPolicy, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kv4rl.config import require
 from kv4rl.grpo.masters import require_float32, require_same_names_and_shapes
+from kv4rl.grpo.offload import Movable
 
 
-def shard(decoder: torch.nn.Module, dtype: torch.dtype, mesh: DeviceMesh, *, offload: bool = False) -> torch.nn.Module:
+def shard(decoder: torch.nn.Module, dtype: torch.dtype, mesh: DeviceMesh) -> torch.nn.Module:
     """Shard every layer, and the rest, over a one-dimensional mesh, in place; returns the decoder.
 
-    Parameters stay FP32 shards; they are gathered in `dtype` for compute and their gradients reduced in FP32.
-    `offload` keeps the shards in CPU memory between uses (the frozen reference). Raises ValueError for another mesh.
+    Parameters stay shards in their dtype; they are gathered in `dtype` for compute and their gradients reduced in FP32.
+    Raises ValueError for another mesh.
     """
     require(mesh.ndim == 1, "mesh", mesh, "one dimension, over which the learner is sharded")
-    policy = CPUOffloadPolicy() if offload and mesh.device_type != "cpu" else OffloadPolicy()
-    given = {
-        "mesh": mesh,
-        "mp_policy": MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32),
-        "offload_policy": policy,
-    }
+    policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32)
+    given = {"mesh": mesh, "mp_policy": policy}
     for layer in decoder.model.layers:
         fully_shard(layer, **given)
     return fully_shard(decoder, **given)
@@ -42,13 +39,21 @@ class ShardedWeights:
         return list(self.decoder.parameters())
 
     def named_compute_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """One whole tensor after the other in the compute dtype, under the checkpoint's names; never all at once."""
-        for name, parameter in self.decoder.named_parameters():
-            yield name, parameter.detach().to(self._dtype).full_tensor()
+        """Whole tensors in the compute dtype, under the checkpoint's names: one layer's at a time, each good until the
+        next is asked for."""
+        layers = [(f"model.layers.{index}.", layer) for index, layer in enumerate(self.decoder.model.layers)]
+        for prefix, module in (("", self.decoder), *layers):
+            module.unshard()
+            try:
+                for name, parameter in module.named_parameters():
+                    if prefix or not name.startswith("model.layers."):
+                        yield prefix + name, parameter.detach()
+            finally:
+                module.reshard()
 
-    def state(self) -> dict[str, torch.Tensor]:
-        """Copies of the whole masters, FP32 on CPU."""
-        return {name: p.detach().full_tensor().to("cpu", copy=True) for name, p in self.decoder.named_parameters()}
+    def state(self, *, whole: bool = True) -> dict[str, torch.Tensor]:
+        """Copies of the whole masters, FP32 on CPU; empty where not `whole`: that rank only takes part."""
+        return _gathered(dict(self.decoder.named_parameters()), whole)
 
     def load_state(self, weights: dict[str, torch.Tensor]) -> None:
         """Set the masters from whole tensors. Raises ValueError where a name or a shape is not the decoder's."""
@@ -59,13 +64,15 @@ class ShardedWeights:
                 whole = weights[name].to(master.device_mesh.device_type)
                 master.copy_(distribute_tensor(whole, master.device_mesh, master.placements))
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer) -> dict:
-        """The state that the optimizer of unsharded masters would have, on the CPU."""
+    def movables(self) -> Iterator[Movable]:
+        """This rank's shards, which may leave the GPU between updates."""
+        for name, master in self.decoder.named_parameters():
+            yield Movable(f"master.{name}", master)
+
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, *, whole: bool = True) -> dict:
+        """The state that the optimizer of unsharded masters would have, on the CPU; `whole` as in `state`."""
         state = optimizer.state_dict()
-        gathered = {
-            number: {name: _whole(value) for name, value in entry.items()} for number, entry in state["state"].items()
-        }
-        return {**state, "state": gathered}
+        return {**state, "state": {number: _gathered(entry, whole) for number, entry in state["state"].items()}}
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict) -> None:
         """Continue from `optimizer_state`, whatever the number of ranks it was saved by."""
@@ -80,9 +87,20 @@ class ShardedWeights:
         """Nothing to do: the next forward gathers the masters as they are."""
 
 
-def _whole(value):
-    value = value.full_tensor() if isinstance(value, DTensor) else value
-    return value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+def _gathered(values: dict, whole: bool) -> dict:
+    """Shards made whole, one at a time, tensors copied to the CPU; empty on a rank that does not keep them."""
+    kept = {}
+    for name, value in values.items():
+        value = value.detach().full_tensor() if isinstance(value, DTensor) else value
+        if whole:
+            kept[name] = value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+    return kept
+
+
+def reshard(decoder: torch.nn.Module) -> None:
+    """Give up what a forward pass without a backward left whole: embedding, final norm and head."""
+    if isinstance(decoder, FSDPModule):
+        decoder.reshard()
 
 
 def _share(value, parameter: DTensor):

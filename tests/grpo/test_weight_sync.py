@@ -85,3 +85,33 @@ def test_checksum_sees_changed_bits_and_changed_order(values, seed):
     assert checksum(changed) != checksum(tensor)
     swapped = tensor.roll(1)
     assert torch.equal(swapped, tensor) or checksum(swapped) != checksum(tensor)
+
+
+def test_right_tensors_that_the_engine_does_not_read_are_noticed_by_the_canary(wide_decoder, make_groups, engine_for):
+    """Checksums pass, the policy is another one: here the fused QKV buffer kept the weights of before."""
+    decoder = wide_decoder()
+    engine = engine_for(decoder)
+    learner = GRPOLearner(decoder, GRPOConfig(learning_rate=1e-2, warmup_updates=0))
+    learner.update(make_groups(2))
+    attention = engine.decoder.model.layers[0].self_attn
+    old = {name: p.detach().clone() for name, p in attention.named_parameters()}
+    apart = {name: torch.empty_like(p) for name, p in old.items()}
+    for name, parameter in attention.named_parameters():
+        parameter.data = apart[name]  # written by the sync
+    fused = attention.fused
+    attention.fused = lambda x: tuple(x @ old[f"{part}_proj.weight"].t() for part in "qkv")
+    attention.fused.current = True
+    with pytest.raises(RuntimeError, match=r"canary's token \d+ has log-probability -\S+ in the engine and -"):
+        sync(learner, engine, 1)
+    attention.fused = fused
+    assert sync(learner, engine, 1)["sync/canary_difference"] <= 1e-4
+
+
+def test_the_canary_of_equal_weights_differs_by_rounding_only(wide_decoder, engine_for):
+    """Yardstick: one rounding of the dtype, of log-probs below 8 nats."""
+    decoder = wide_decoder()
+    for dtype in ("float32", "bfloat16"):
+        found = sync(
+            GRPOLearner(decoder, GRPOConfig(compute_dtype=dtype)), engine_for(decoder, getattr(torch, dtype)), 1
+        )
+        assert found["sync/canary_difference"] <= 8 * torch.finfo(getattr(torch, dtype)).eps

@@ -174,4 +174,4 @@ def test_two_ranks_hold_prompts_of_their_own_and_one_rank_cannot_take_them_over(
     )
     assert first and second and not first & second
     done = subprocess.run(command(tiny_model, two_ranks, 6), capture_output=True, text=True)
-    assert done.returncode == 2 and "ranks=1: expected 2" in done.stderr
+    assert done.returncode == 2 and "replicas=1: expected 2" in done.stderr

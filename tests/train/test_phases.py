@@ -1,0 +1,96 @@
+"""The phase controller: who has the memory when, in an order that two collect-update cycles repeat."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from kv4rl.phases import PhaseController
+from kv4rl.train import Trainer, train
+
+
+class Memory:
+    """Stands in for the elastic memory of an engine."""
+
+    def __init__(self, log):
+        self.log, self.away = log, False
+
+    def release(self, cache):
+        self.log.append("cache away")
+        self.away = True
+        return 7
+
+    def restore(self, cache):
+        self.log.append("cache back")
+        self.away = False
+
+
+class Engine:
+    cache = None
+
+    def __init__(self, log):
+        self.memory = Memory(log)
+
+
+@pytest.fixture
+def turns(monkeypatch, tiny_config, parity_grader):
+    """(controller that takes turns on a CPU, what moved in which order, its learner)."""
+    trainer = Trainer(tiny_config(), parity_grader())
+    log, controller = [], PhaseController(trainer.learner, torch.device("cpu"), take_turns=True)
+    controller._turns = True
+    monkeypatch.setattr(torch.cuda, "empty_cache", lambda: log.append("reserve freed"))
+    offloader = controller._offloader
+    out, back = offloader.offload, offloader.restore
+    monkeypatch.setattr(offloader, "offload", lambda movables: (log.append("learner away"), out(movables))[1])
+    monkeypatch.setattr(offloader, "restore", lambda: (log.append("learner back"), back())[1])
+    return controller, log, trainer.learner
+
+
+def test_one_leaves_before_the_other_comes(turns):
+    controller, log, _ = turns
+    controller.enter("collect")
+    controller.attach(Engine(log))
+    for _ in range(2):
+        log.clear()
+        controller.enter("learn")
+        controller.enter("learn")
+        assert log == ["cache away", "reserve freed", "learner back"]
+        log.clear()
+        controller.enter("collect")
+        assert log == ["learner away", "reserve freed", "cache back"]
+
+
+def test_evaluation_has_neither_cache_nor_learner_beside_it(turns):
+    controller, log, learner = turns
+    controller.enter("collect")
+    controller.attach(engine := Engine(log))
+    controller.enter("learn")
+    controller.enter("evaluate")
+    assert engine.memory.away and not any(p.untyped_storage().nbytes() for p in learner.weights.parameters())
+    controller.enter("learn")
+    assert engine.memory.away and all(p.untyped_storage().nbytes() for p in learner.weights.parameters())
+
+
+def test_an_unknown_phase_is_named(turns):
+    with pytest.raises(ValueError, match="phase='dream': expected one of collect, learn, evaluate"):
+        turns[0].enter("dream")
+
+
+def test_seconds_and_peaks_of_phases_are_logged_and_change_nothing_else(parity_grader, tiny_config, tmp_path):
+    config = tiny_config(updates=2)
+    resident = train(config).metrics
+    phased = train(replace(config, memory="phased", output_dir=str(tmp_path / "phased"))).metrics
+    for line in phased[1:]:
+        assert line["timing_s/switch"] >= 0 and line["sync/canary_difference"] >= 0
+        assert line["perf/peak_memory_gb/collect"] > 0 and line["perf/peak_memory_gb/learn"] > 0
+    assert [line["critic/score/mean"] for line in phased[1:]] == [line["critic/score/mean"] for line in resident[1:]]
+
+
+def test_memory_takes_one_of_two_names(tiny_config):
+    with pytest.raises(ValueError, match="memory='swap': expected resident or phased"):
+        tiny_config(memory="swap")
+
+
+def test_whole_replicas_are_wanted(parity_grader, tiny_config):
+    with pytest.raises(ValueError, match="tensor_parallel=2: expected a divisor of 1, the number of ranks"):
+        Trainer(tiny_config(tensor_parallel=2), parity_grader())
