@@ -20,6 +20,7 @@ from kv4rl.grpo.ranks import all_ranks, sum_over_ranks
 from kv4rl.grpo.sharded import ShardedWeights, reshard, shard
 from kv4rl.metrics import Timers, summary
 from kv4rl.model.attend import PackedCausal
+from kv4rl.model.pointwise import compiled
 from kv4rl.rollout.group import PromptGroup
 
 
@@ -64,6 +65,8 @@ class GRPOLearner:
         self.device = next(decoder.parameters()).device
         self.updates = 0  # updates made, skipped steps included: the learning rate follows it
         dtype = compute_dtype(config.compute_dtype, self.device)
+        if self.device.type == "cuda":
+            decoder.layer_pointwise = compiled()  # copies made of it below too: passes round alike
         self.tis_weights = torch.empty(0)  # of the latest update, before the clip at C, [N_tok] on CPU: for plots
         self.reference = None
         if config.kl_coefficient > 0:

@@ -108,16 +108,19 @@ class Layer(nn.Module):
         self.post_attention_layernorm = RMSNorm(config.hidden_size, config.rms_norm_eps)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], attend: Attend) -> Tensor:
-        x = x + self.self_attn(self.input_layernorm(x), tables, self.index, attend)
-        return x + self.mlp(self.post_attention_layernorm(x))
+    def forward(self, x: Tensor, tables: tuple[Tensor, Tensor], attend: Attend, pointwise: Pointwise = PLAIN) -> Tensor:
+        delta = self.self_attn(self.input_layernorm(x), tables, self.index, attend, pointwise)
+        norm = self.post_attention_layernorm
+        x, normed = pointwise.add_norm(x, delta, norm.weight, norm.eps)
+        return x + self.mlp(normed, pointwise)
 
 
 class Decoder(nn.Module):
     """A decoder-only language model over packed tokens; differentiable when `attend` is.
 
     `recompute_layers = True` keeps only layer inputs for the backward pass (the rest is computed again). `pointwise`,
-    if set, is what inference puts between the matrix products (`model/pointwise.py`).
+    if set, is what inference puts between the matrix products (`model/pointwise.py`), `layer_pointwise` what a pass
+    through whole layers does: training, and the log-probs that are compared with it.
     """
 
     def __init__(self, config: DecoderConfig):
@@ -125,6 +128,7 @@ class Decoder(nn.Module):
         self.config = config
         self.recompute_layers = False
         self.pointwise: Pointwise | None = None
+        self.layer_pointwise = PLAIN
         self.rotary = Rotary(config)
         self.model = nn.Module()  # only a namespace: transformers' parameter names start with "model."
         self.model.embed_tokens = nn.Embedding(config.vocab_size, config.hidden_size)
@@ -178,9 +182,9 @@ class Decoder(nn.Module):
             return self._infer(x, tables, attend, self.pointwise)
         for layer in self.model.layers:
             if self.recompute_layers and torch.is_grad_enabled():
-                x = checkpoint(layer, x, tables, attend, use_reentrant=False)
+                x = checkpoint(layer, x, tables, attend, self.layer_pointwise, use_reentrant=False)
             else:
-                x = layer(x, tables, attend)
+                x = layer(x, tables, attend, self.layer_pointwise)
         return self.model.norm(x)
 
     def _infer(self, x: Tensor, tables: tuple[Tensor, Tensor], attend: Attend, pointwise: Pointwise) -> Tensor:
