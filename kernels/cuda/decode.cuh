@@ -68,7 +68,7 @@ struct Config {
   static constexpr int merge = deferred + int(sizeof(Deferred));  // [W][group][sums]
 
   static __host__ __device__ int scales(int group) { return merge + W * group * sums * 4; }  // [kItemsAhead][entries]
-  static __host__ __device__ int scale_bytes(int entries) { return (entries + 15) / 16 * 64; }
+  static __host__ __device__ int scale_bytes(int entries) { return (entries + 15 & -16) * 4; }
   static __host__ __device__ int bytes(int group, int entries) {
     return scales(group) + kItemsAhead * scale_bytes(entries) + 128;
   }

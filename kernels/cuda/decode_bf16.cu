@@ -18,8 +18,7 @@ extern "C" int describe_decode_bf16(int group, int entries, int* shared_bytes, i
 }
 
 extern "C" int launch_decode_bf16(DecodeArguments const* a, int shared_bytes, int blocks, cudaStream_t stream) {
-  decode_bf16_kernel<<<blocks, kThreads, shared_bytes, stream>>>(*a);
-  return cudaGetLastError();
+  return launch_early(decode_bf16_kernel, blocks, kThreads, shared_bytes, stream, *a);
 }
 
 }  // namespace kv4rl

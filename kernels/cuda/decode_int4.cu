@@ -22,8 +22,7 @@ extern "C" int describe_decode_int4(int group, int entries, int* shared_bytes, i
 }
 
 extern "C" int launch_decode_int4(DecodeArguments const* a, int shared_bytes, int blocks, cudaStream_t stream) {
-  decode_int4_kernel<<<blocks, kThreads, shared_bytes, stream>>>(*a);
-  return cudaGetLastError();
+  return launch_early(decode_int4_kernel, blocks, kThreads, shared_bytes, stream, *a);
 }
 
 }  // namespace kv4rl

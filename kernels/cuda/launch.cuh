@@ -1,5 +1,6 @@
 // The kernel itself, and its launch from the host.
 #pragma once
+#include "launch_early.cuh"
 #include "merge.cuh"
 #include "stream.cuh"
 
@@ -20,6 +21,8 @@ __device__ __forceinline__ void decode(DecodeArguments const& a) {
     barriers_ready();
   }
   __syncthreads();
+  await_previous_launch();
+  let_next_launch_begin();
   int const warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0), lane = lane_index();
   Block const block{a, base, address, lane};
   if (warp == C::W) {

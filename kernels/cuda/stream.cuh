@@ -8,7 +8,7 @@ namespace kv4rl {
 // An item before its turn: what its stream will need is read while the one before it is sent, since under load each
 // of these dependent reads takes a microsecond.
 struct Upcoming {
-  static constexpr int kScales = 8;  // (k_scale, v_scale) pairs of a lane read ahead: 256 side entries
+  static constexpr int kScales = 5;  // (k_scale, v_scale) pairs of a lane read ahead: 160 side entries
   Item item;                         // head -1: there is none
   Tiles tiles;
   int64_t pages;  // this lane's of the first kWarp page ids
@@ -18,8 +18,12 @@ struct Upcoming {
 template <class C>
 struct Producer : Block {
   static constexpr int kBatch = kWarp / C::W * C::W;  // page ids fetched at once, one a lane
+  // Rows of the item before still to be sent when the next one's ticket is taken, its unit read, its page ids and
+  // scales read: far enough apart that nothing waits, and late, so that a block that falls behind takes fewer items.
+  static constexpr int kApart = C::kProtected ? 3 : 2;
   uint64_t stream;
-  int tickets;
+  int tickets, ticket, asked, rows_left;
+  Upcoming next;
   Cursor<C::R> row;
   Cursor<kItemsAhead> item;
 
@@ -27,22 +31,27 @@ struct Producer : Block {
     stream = evict_first_policy();
     tickets = a.counters->units * a.kv_heads;
     Upcoming now = look_up(blockIdx.x);
-    int ticket = take();
     read_ahead(now);
     while (now.item.head >= 0) {
       announce(now);
-      Upcoming next = look_up(__shfl_sync(~0u, ticket, 0));
-      ticket = take();
+      asked = 0;
+      rows_left = row_count(now);
       if constexpr (C::kProtected) send_side(now);
-      read_ahead(next);
       send_pages(now);
+      look_ahead();
       now = next;
     }
     announce(now);
     leave();
   }
 
-  // The ticket after next, in lane 0; nobody waits for it yet.
+  __device__ __forceinline__ void look_ahead() {
+    if (asked == 0 && rows_left <= 3 * kApart) ticket = take(), asked = 1;
+    if (asked == 1 && rows_left <= 2 * kApart) next = look_up(__shfl_sync(~0u, ticket, 0)), asked = 2;
+    if (asked == 2 && rows_left <= kApart) read_ahead(next), asked = 3;
+  }
+
+  // The next ticket, in lane 0; nobody waits for it yet.
   __device__ __forceinline__ int take() {
     return lane == 0 ? int(gridDim.x) + atomicAdd(&a.counters->next, 1) : 0;
   }
@@ -69,6 +78,10 @@ struct Producer : Block {
   }
   __device__ __forceinline__ int page_count(Upcoming const& it) const {
     return max(it.item.unit.last_tile - it.tiles.side, 0) - first_page(it);
+  }
+  __device__ __forceinline__ int row_count(Upcoming const& it) const {
+    int const side = max(min(it.item.unit.last_tile, it.tiles.side) - it.item.unit.first_tile, 0);
+    return 2 * ((side + C::W - 1) / C::W) + (page_count(it) + C::W - 1) / C::W;
   }
   __device__ __forceinline__ int64_t const* page_ids(Upcoming const& it) const {
     return a.page_table + it.item.unit.request * a.page_table_stride + it.tiles.first_page + first_page(it);
@@ -116,6 +129,8 @@ struct Producer : Block {
 
   // One ring stage: lane w < W sends warp w's tile, of `bytes` bytes (0: none).
   __device__ __forceinline__ void send_row(uint8_t const* source, int bytes) {
+    look_ahead();
+    --rows_left;
     uint32_t const full = address + C::full + 8 * row.stage;
     barrier_wait(address + C::empty + 8 * row.stage, row.parity ^ 1);
     int const all = __reduce_add_sync(~0u, bytes);

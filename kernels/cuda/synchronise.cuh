@@ -30,6 +30,11 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
 // Barriers set up by ordinary stores are used by asynchronous copies next.
 __device__ __forceinline__ void barriers_ready() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// A launch that may begin while the one before it ends (launch_early) waits here for that one's results; the launch
+// before it lets it begin.
+__device__ __forceinline__ void await_previous_launch() { asm volatile("griddepcontrol.wait;" ::: "memory"); }
+__device__ __forceinline__ void let_next_launch_begin() { asm volatile("griddepcontrol.launch_dependents;"); }
+
 // Among `kThreads` threads of the block, apart from the others.
 template <int kThreads>
 __device__ __forceinline__ void named_barrier() {

@@ -3,8 +3,10 @@
 // Same formulas, rounding and order of operations as kv4rl/formats: the stored bits are the reference's.
 #include <cuda_bf16.h>
 
+#include "launch_early.cuh"
 #include "layout.cuh"
 #include "shared_memory.cuh"
+#include "synchronise.cuh"
 
 namespace kv4rl {
 
@@ -282,6 +284,8 @@ extern "C" __global__ void __launch_bounds__(kWriteWarps* kWarp) write_kv_kernel
   int const warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0), lane = lane_index();
   int const token = blockIdx.x, queries = a.q != nullptr ? a.query_heads : 0;
   int const vector = blockIdx.y * kWriteWarps + warp;
+  let_next_launch_begin();
+  await_previous_launch();
   if (vector < queries) return write_query(a, token, vector, lane);
   int const head = vector - queries;
   if (a.k == nullptr || head >= 2 * a.kv_heads) return;
@@ -293,8 +297,7 @@ extern "C" int launch_write_kv(WriteArguments const* a, cudaStream_t stream) {
   int const vectors = (a->q ? a->query_heads : 0) + (a->k ? 2 * a->kv_heads : 0);
   if (a->tokens == 0 || vectors == 0) return cudaSuccess;
   dim3 const blocks(a->tokens, (vectors + kWriteWarps - 1) / kWriteWarps);
-  write_kv_kernel<<<blocks, kWriteWarps * kWarp, 0, stream>>>(*a);
-  return cudaGetLastError();
+  return launch_early(write_kv_kernel, blocks, kWriteWarps * kWarp, 0, stream, *a);
 }
 
 }  // namespace kv4rl

@@ -3,7 +3,7 @@
 import os
 import warnings
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -26,6 +26,13 @@ class Backend(Protocol):
     def write(self, cache, layer: int, k: torch.Tensor, v: torch.Tensor, where) -> None: ...
 
     def decode(self, cache, layer: int, q: torch.Tensor, batch, return_lse: bool = False): ...
+
+
+@runtime_checkable
+class OneLaunch(Protocol):
+    """A backend that takes the new token's q, k and v together: a decode step then launches once less a layer."""
+
+    def write_and_decode(self, cache, layer: int, q, k, v, where, batch) -> torch.Tensor: ...
 
 
 class ReferenceBackend:

@@ -13,7 +13,6 @@ import torch
 from kv4rl.attention import jit
 from kv4rl.attention.backends import BackendUnavailable, ReferenceBackend, explain
 from kv4rl.attention.cuda_arguments import (
-    CHUNK_WEIGHT,
     QUERY_TAIL,
     Workspace,
     decode_arguments,
@@ -134,7 +133,7 @@ class DecodePlan:
     replay it for any lengths, padding rows (context 0) included. The memory never moves or grows.
     """
 
-    def __init__(self, cache, max_rows: int, max_pages: int, chunk_weight: int = CHUNK_WEIGHT):
+    def __init__(self, cache, max_rows: int, max_pages: int, chunk_weight: int | None = None):
         shape = cache.shape
         self.cache = cache
         self.workspace = Workspace(cache, max_rows, max_pages, chunk_weight)
@@ -183,6 +182,16 @@ class CudaBackend:
             explain("decode of FP32 pages runs on the reference: the tensor cores take 16-bit elements")
             return ReferenceBackend().decode(cache, layer, q, batch, return_lse)
         prepared = write_kv(cache, layer, q, None, None, None)
+        return self._attend(cache, layer, q, prepared, batch, return_lse)
+
+    def write_and_decode(self, cache, layer, q, k, v, where, batch):
+        """As `write`, then `decode`; the token's q, k and v go through one launch of `write_kv`."""
+        if cache.kv.precision == "bf16" and q.dtype == torch.float32:
+            self.write(cache, layer, k, v, where)
+            return self.decode(cache, layer, q, batch)
+        return self._attend(cache, layer, q, write_kv(cache, layer, q, k, v, where), batch)
+
+    def _attend(self, cache, layer, q, prepared, batch, return_lse=False):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)
         lse = q.new_empty(q.shape[:2], dtype=torch.float32) if return_lse else None
         self._planned(cache, layer, batch).run(layer, prepared, out, lse)

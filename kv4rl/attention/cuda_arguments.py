@@ -7,7 +7,7 @@ import torch
 
 from kv4rl.config import require
 
-CHUNK_WEIGHT = 192  # pages (3,072 tokens) a work item holds at most, until a request has MAX_CHUNKS of them
+CHUNK_WEIGHTS = (16, 192)  # least and most pages (3,072 tokens) of a work item, until a request has MAX_CHUNKS of them
 MAX_CHUNKS = 32  # schedule.cuh: kMaxChunks
 UNIT_BYTES = 32  # schedule.cuh: Unit
 QUERY_TAIL = 16  # layout.cuh: bytes after the codes of a prepared query row
@@ -60,10 +60,19 @@ def regions_of(cache) -> tuple[int, int]:
     return (kv.sink_tokens, kv.recent_tokens) if kv.protected_tokens else (0, 0)
 
 
-def most_chunks(max_pages: int, regions: tuple[int, int], chunk_weight: int = CHUNK_WEIGHT) -> int:
+def chunk_weight_of(max_rows: int, kv_heads: int) -> int:
+    """Pages of a work item: few where few requests must fill the card, many where chunks would only cost merges.
+
+    A constant of the plan, so that a request's bits depend on its own length alone, in any batch of that plan.
+    """
+    least, most = CHUNK_WEIGHTS
+    return max(least, min(most, 3 * max_rows * kv_heads // 4))
+
+
+def most_chunks(max_pages: int, regions: tuple[int, int], chunk_weight: int) -> int:
     """Upper bound on the chunks of a request of at most `max_pages` pages (schedule.cuh: chunk_count)."""
     weight = max_pages + 2 * -(-sum(regions) // 16)
-    return max(1, min(MAX_CHUNKS, -(-weight // chunk_weight)))
+    return 1 if weight <= chunk_weight else min(MAX_CHUNKS, -(-3 * weight // (2 * chunk_weight)))
 
 
 def _require_dense_heads(name: str, x: torch.Tensor) -> None:
@@ -172,8 +181,9 @@ def _point_at_side(arguments, cache, layer: int) -> None:
 class Workspace:
     """What `plan` and decode keep between launches, for at most `max_rows` requests of at most `max_pages` pages."""
 
-    def __init__(self, cache, max_rows: int, max_pages: int, chunk_weight: int = CHUNK_WEIGHT):
+    def __init__(self, cache, max_rows: int, max_pages: int, chunk_weight: int | None = None):
         shape, device = cache.shape, cache.device
+        chunk_weight = chunk_weight or chunk_weight_of(max_rows, shape.kv_heads)
         chunks = most_chunks(max_pages, regions_of(cache), chunk_weight)
         partials = max_rows * chunks if chunks > 1 else 0
         self.limits, self.chunk_weight = (max_rows, max_pages), chunk_weight

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kv4rl.attention.backends import choose_backend
+from kv4rl.attention.backends import OneLaunch, choose_backend
 from kv4rl.cache.batch import DecodeBatch, TokenSlots
 from kv4rl.cache.main_cache import MainCache
 from kv4rl.cache.page_allocator import OutOfPages, PageAllocator
@@ -87,11 +87,7 @@ class KVCache:
         Both representations are quantised from these vectors (§5.3). Raises `ValueError` for a wrong layer, shape,
         dtype or device, or a place that does not exist.
         """
-        self._check_layer(layer)
-        for name, tensor in (("k", k), ("v", v)):
-            self._check_heads(name, tensor, self.shape.kv_heads)
-        require(k.shape == v.shape, "v.shape", tuple(v.shape), f"k's, {tuple(k.shape)}")
-        where.check(len(k), self.allocator.num_pages, self.num_slots, self.side.entries)
+        self._check_write(layer, k, v, where)
         if len(k):
             self.backend.write(self, layer, k, v, where)
 
@@ -103,13 +99,36 @@ class KVCache:
         [B, query_heads, d] in q's dtype and, with `return_lse`, the log-normaliser FP32 [B, query_heads], natural
         log. A context of 0 gives (0, -inf). Raises `ValueError` as `write` does.
         """
-        self._check_layer(layer)
-        self._check_heads("q", q, self.shape.query_heads)
-        batch.check(len(q), self.allocator.num_pages, self.num_slots if self.side.entries else None)
+        self._check_decode(layer, q, batch)
         if len(q) == 0:
             lse = q.new_empty((0, self.shape.query_heads), dtype=torch.float32)
             return (torch.empty_like(q), lse) if return_lse else torch.empty_like(q)
         return self.backend.decode(self, layer, q, batch, return_lse)
+
+    @torch.no_grad()
+    def write_and_decode(
+        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: TokenSlots, batch: DecodeBatch
+    ) -> torch.Tensor:
+        """A pure decode step's `write` of one new token a request, then its `decode`; row i of q, k, v is one token."""
+        require(len(q) == len(k), "q.shape", tuple(q.shape), f"as many tokens as k has, {len(k)}")
+        if not isinstance(self.backend, OneLaunch) or not len(q):
+            self.write(layer, k, v, where)
+            return self.decode(layer, q, batch)
+        self._check_write(layer, k, v, where)
+        self._check_decode(layer, q, batch)
+        return self.backend.write_and_decode(self, layer, q, k, v, where, batch)
+
+    def _check_write(self, layer: int, k: torch.Tensor, v: torch.Tensor, where: TokenSlots) -> None:
+        self._check_layer(layer)
+        for name, tensor in (("k", k), ("v", v)):
+            self._check_heads(name, tensor, self.shape.kv_heads)
+        require(k.shape == v.shape, "v.shape", tuple(v.shape), f"k's, {tuple(k.shape)}")
+        where.check(len(k), self.allocator.num_pages, self.num_slots, self.side.entries)
+
+    def _check_decode(self, layer: int, q: torch.Tensor, batch: DecodeBatch) -> None:
+        self._check_layer(layer)
+        self._check_heads("q", q, self.shape.query_heads)
+        batch.check(len(q), self.allocator.num_pages, self.num_slots if self.side.entries else None)
 
     def _check_layer(self, layer: int) -> None:
         require(0 <= layer < self.shape.num_layers, "layer", layer, f"0 … {self.shape.num_layers - 1}")

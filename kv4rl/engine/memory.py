@@ -11,7 +11,7 @@ from dataclasses import replace
 
 import torch
 
-from kv4rl.attention.cuda_arguments import SUMS_TAIL, UNIT_BYTES, most_chunks
+from kv4rl.attention.cuda_arguments import SUMS_TAIL, UNIT_BYTES, chunk_weight_of, most_chunks
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.cache.memory_plan import HBMPlan, page_bytes, plan_hbm, side_bytes
 from kv4rl.config import KVConfig, RolloutConfig
@@ -44,7 +44,7 @@ def reserved_bytes(decoder: Decoder, kv: KVConfig, rollout: RolloutConfig) -> di
     logits = slots * decoder.head_weight.shape[0] * SAMPLER_BYTES
     pages = max_pages(decoder, rollout)
     regions = (kv.sink_tokens, kv.recent_tokens) if kv.protected_tokens else (0, 0)
-    chunks = most_chunks(pages, regions)
+    chunks = most_chunks(pages, regions, chunk_weight_of(slots, shape.kv_heads))
     partial = shape.query_heads * (shape.head_dim + SUMS_TAIL) * 4 if chunks > 1 else 0
     metadata = slots * (2 * 8 * pages + 8 * VECTORS + chunks * (UNIT_BYTES + partial))
     return {"model": model, "workspace": prefill + activations + logits, "metadata": metadata}

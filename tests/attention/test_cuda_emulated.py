@@ -22,7 +22,7 @@ from kv4rl.cache.main_cache import pages_for
 from kv4rl.config import KVConfig
 
 EMULATOR = Path(__file__).parent / "cuda_emulator"
-REPLACED = ("mma", "bulk_copy", "synchronise", "shared_memory")  # the headers that hold PTX
+REPLACED = ("mma", "bulk_copy", "synchronise", "shared_memory", "launch_early")  # what a CPU has no word for
 CHUNK_WEIGHT = 6  # pages: short requests split too
 BLOCKS = 3
 KERNELS = {"kv4": "decode_int4", "kv4rl": "decode_int4", "kv8": "decode_int8", "bf16": "decode_bf16"}

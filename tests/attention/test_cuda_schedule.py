@@ -88,8 +88,19 @@ def test_chunks_cover_all_tiles_in_order_and_evenly(schedule, s, w, weight):
 
 def test_a_short_context_is_one_chunk(schedule):
     starts = (ctypes.c_int * (cuda_arguments.MAX_CHUNKS + 1))()
-    assert schedule.chunks(16 * cuda_arguments.CHUNK_WEIGHT, 0, 0, cuda_arguments.CHUNK_WEIGHT, starts) == 1
-    assert schedule.chunks(16 * cuda_arguments.CHUNK_WEIGHT + 1, 0, 0, cuda_arguments.CHUNK_WEIGHT, starts) == 2
+    for weight in cuda_arguments.CHUNK_WEIGHTS:
+        assert schedule.chunks(16 * weight, 0, 0, weight, starts) == 1
+        assert schedule.chunks(16 * weight + 1, 0, 0, weight, starts) == 2
+
+
+@pytest.mark.parametrize("rows", [1, 4, 16, 64, 1024])
+def test_a_workspace_has_room_for_every_chunk_that_the_device_makes(schedule, rows):
+    starts = (ctypes.c_int * (cuda_arguments.MAX_CHUNKS + 1))()
+    weight = cuda_arguments.chunk_weight_of(rows, 4)
+    for n in LENGTHS:
+        for s, w in WIDTHS:
+            room = cuda_arguments.most_chunks(max(1, -(-n // 16)), (s, w), weight)
+            assert schedule.chunks(n, s, w, weight, starts) <= room
 
 
 def test_a_batch_made_in_inference_mode_has_no_write_count_and_still_gets_a_plan():

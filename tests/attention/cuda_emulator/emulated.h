@@ -44,6 +44,8 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   while (m.barriers.at(barrier).phase == parity) m.yield();
 }
 inline void barriers_ready() {}
+inline void await_previous_launch() {}
+inline void let_next_launch_begin() {}
 template <int kThreads>
 void named_barrier() {
   auto& m = emulator::machine();
