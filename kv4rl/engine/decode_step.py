@@ -2,8 +2,9 @@
 
 Everything a step depends on lies in tensors made once: token ids, contexts, slots, sampling keys, page tables,
 results. `load` writes them (one host-to-device copy, and the pages handed out since the last step), `run` only
-launches. A batch is padded to a bucket with rows of context 0, which write nothing and attend to nothing; so a few
-graphs serve every batch (§A.2 "Multiple CUDA graphs cover different decode batch sizes").
+launches; neither waits for the device, so a step can be loaded while the one before it runs. A batch is padded to a
+bucket with rows of context 0, which write nothing and attend to nothing; so a few graphs serve every batch (§A.2
+"Multiple CUDA graphs cover different decode batch sizes").
 """
 
 from bisect import bisect_left
@@ -17,9 +18,10 @@ import torch
 from kv4rl.cache.batch import DecodeBatch, TokenSlots
 from kv4rl.cache.kv_cache import KVCache
 from kv4rl.config import require
-from kv4rl.engine.draw import NEVER, DrawKeys, ForcedEnd, Sampler, draw
-from kv4rl.engine.page_table import PageTable
+from kv4rl.engine.draw import DrawKeys, ForcedEnd, Sampler, draw
+from kv4rl.engine.page_table import NEVER, PageTable
 from kv4rl.engine.sampler import Sampling, sample
+from kv4rl.engine.transfer import upload
 from kv4rl.model.decoder import Decoder
 
 PADDING = np.array([[0], [0], [0], [0], [NEVER]])  # token, context, slot, noise key, end of a row that is no request
@@ -74,9 +76,7 @@ class DecodeStep:
         if self.buckets is not None:
             fits = self.buckets and self.buckets[0] >= 1 and self.buckets[-1] == slots
             require(fits, "buckets", self.buckets, f"row counts >= 1, the last of them max_active_requests={slots}")
-        on_host = device.type == "cpu"
-        self._host = torch.zeros(len(PADDING), slots, dtype=torch.int64, pin_memory=not on_host)
-        self._vectors = self._host if on_host else self._host.to(device)
+        self._vectors = torch.zeros(len(PADDING), slots, dtype=torch.int64, device=device)
         self._slot_pages = torch.full((slots, max_pages), -1, dtype=torch.int64, device=device)
         self._page_table = torch.full((slots, max_pages), -1, dtype=torch.int64, device=device)
         self._results = torch.zeros(2, slots, dtype=torch.float64, device=device)
@@ -85,27 +85,37 @@ class DecodeStep:
         """Whether no request of the step holds more than `max_pages` pages."""
         return int(table.held[slots].max(initial=0)) <= self.max_pages
 
-    def load(self, table: PageTable, slots: np.ndarray, noise: np.ndarray, ends: np.ndarray) -> StepSize:
-        """Bring the buffers up to date for the decode rows `slots` int64 [B]; `noise`, `ends` int64 by slot."""
+    def load(
+        self,
+        table: PageTable,
+        slots: np.ndarray,
+        noise: np.ndarray,
+        ends: np.ndarray,
+        previous: np.ndarray | None = None,
+    ) -> StepSize:
+        """Bring the buffers up to date for the decode rows `slots` int64 [B]; `noise`, `ends` int64 by slot.
+
+        `previous` int64 [B]: the rows of the latest `run` that sampled the tokens now to be written; the table knows
+        nothing of them yet. None: the table has them.
+        """
         rows, pages = len(slots), int(table.held[slots].max(initial=1))
         if self.buckets is not None:
             rows, pages = self.buckets[bisect_left(self.buckets, rows)], self.max_pages
-        host = self._host.numpy()
-        host[:, :rows] = PADDING
-        context = table.context[slots]
-        host[:, : len(slots)] = (table.last_token[slots], context, slots, noise[slots], ends[slots])
-        if self._vectors is not self._host:
-            self._vectors.copy_(self._host, non_blocking=True)
+        host = np.tile(PADDING, rows)
+        context = table.context[slots] + (previous is not None)
+        tokens = table.last_token[slots] if previous is None else previous
+        host[:, : len(slots)] = (tokens, context, slots, noise[slots], ends[slots])
+        self._vectors[:, :rows] = upload(host, self.cache.device)
+        if previous is not None:  # a padding row takes the token of row 0: any that exists
+            self._vectors[0, :rows] = self._results[0].index_select(0, self._vectors[0, :rows])
         self._load_pages(table)
         if isinstance(self.cache.backend, PlannedOnHost):
-            self.cache.backend.prepare(self.cache, host[1, :rows].copy(), table.ids[host[2, :rows]])
+            self.cache.backend.prepare(self.cache, host[1], table.ids[host[2]])
         return StepSize(rows, pages)
 
     def load_padding(self, rows: int) -> StepSize:
         """Fill the buffers with `rows` rows that are no requests."""
-        self._host.numpy()[:, :rows] = PADDING
-        if self._vectors is not self._host:
-            self._vectors.copy_(self._host)
+        self._vectors[:, :rows] = upload(np.tile(PADDING, rows), self.cache.device)
         if isinstance(self.cache.backend, PlannedOnHost):
             empty = np.zeros(rows, dtype=np.int64)
             self.cache.backend.prepare(self.cache, empty, empty[:, None] - 1)
@@ -123,8 +133,7 @@ class DecodeStep:
             where.trust()
 
         def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            self.cache.write(layer, k, v, where)
-            return self.cache.decode(layer, q, batch)
+            return self.cache.write_and_decode(layer, q, k, v, where, batch)
 
         logits = self.decoder.sampling_logits(self.decoder(ids, where.positions, attend))
         drawn = draw(logits, DrawKeys(noise, context, ends), sampling, forced=self.forced, sampler=self.sampler)
@@ -136,6 +145,6 @@ class DecodeStep:
         """Write the pages that slots were given since the last call; what a slot held before needs no clearing."""
         slots, columns, pages = table.drain()
         keep = columns < self.max_pages
-        changes = torch.from_numpy(np.stack((slots, columns, pages))[:, keep]).to(self.cache.device)
-        if changes.shape[1]:
+        if keep.any():
+            changes = upload(np.stack((slots, columns, pages))[:, keep], self.cache.device)
             self._slot_pages[changes[0], changes[1]] = changes[2]

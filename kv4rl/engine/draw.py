@@ -13,8 +13,6 @@ from kv4rl.engine.sharded_sampler import ShardedSampler
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.tensor_parallel import ShardedDecoder
 
-NEVER = 1 << 62  # end of a response whose length is not forced
-
 # (logits, noise, sampling) -> (tokens, logp): `sampler.sample`, or its tensor-parallel form
 Sampler = Callable[[torch.Tensor, NoiseKeys, Sampling], tuple[torch.Tensor, torch.Tensor]]
 
@@ -25,7 +23,7 @@ class DrawKeys:
 
     noise: torch.Tensor  # `noise_key` of the response
     positions: torch.Tensor  # of the token to sample, in the request
-    ends: torch.Tensor  # prompt plus forced response length; NEVER
+    ends: torch.Tensor  # prompt plus forced response length; `page_table.NEVER`
 
 
 @dataclass(frozen=True)

@@ -12,7 +12,7 @@ from kv4rl.config import KVConfig, RolloutConfig, require, require_integer, requ
 from kv4rl.engine.base import BatchingEngine
 from kv4rl.engine.clock import DeviceClock
 from kv4rl.engine.decode_step import DecodeStep, default_buckets
-from kv4rl.engine.draw import NEVER, DrawKeys, ForcedEnd, draw, sampler_of
+from kv4rl.engine.draw import DrawKeys, ForcedEnd, draw, sampler_of
 from kv4rl.engine.graphs import StepGraphs, capturable
 from kv4rl.engine.memory import max_pages, naming_the_plan
 from kv4rl.engine.noise import noise_key
@@ -21,6 +21,7 @@ from kv4rl.engine.request import Request, token_ids
 from kv4rl.engine.sampler import Sampling
 from kv4rl.engine.scheduler import Entry, Limits, Scheduler, StepPlan
 from kv4rl.engine.step_batch import StepBatch
+from kv4rl.engine.transfer import Download, upload
 from kv4rl.engine.weights import check_weights, copy_weights
 from kv4rl.model.decoder import Decoder
 
@@ -57,7 +58,9 @@ class RolloutEngine(BatchingEngine):
     `forced_lengths(request)`, if given, is where each response ends, its end-of-sequence token included (at least 1):
     the cap still cuts, and nothing else ends it (`rollout/forced.py`).
     `buckets` pads the rows of decode steps; None: `default_buckets` where steps are captured as CUDA graphs, that is
-    with the CUDA kernels unless `graphs` is False, and no padding elsewhere.
+    with the CUDA kernels unless `graphs` is False, and no padding elsewhere. `overlap` (`BatchingEngine`) keeps the
+    device busy between decode steps; None: where steps are captured. All work goes to the CUDA stream that is current
+    when a method is called: the same one each time.
     `memory`, if given, is where the cache is allocated; while its memory is given back no step runs.
     """
 
@@ -72,6 +75,7 @@ class RolloutEngine(BatchingEngine):
         forced_lengths: Callable[[Request], int] | None = None,
         buckets: Sequence[int] | None = None,
         graphs: bool = True,
+        overlap: bool | None = None,
         memory: CacheMemory | None = None,
     ):
         _require_kinds(decoder, kv, rollout)
@@ -94,7 +98,6 @@ class RolloutEngine(BatchingEngine):
         super().__init__(Scheduler(self.cache.allocator, limits), bytes_per_page=self.cache.bytes_per_page)
         self._sampling = Sampling.of(rollout)
         self._noise = np.zeros(slots, dtype=np.int64)  # key of the request in each slot
-        self._ends = np.full(slots, NEVER)  # its forced end
         self._forced_lengths, self._forced = forced_lengths, None
         if forced_lengths is not None:
             require(len(self.eos_token_ids) > 0, "eos_token_ids", (), "a token to end responses of forced length with")
@@ -108,13 +111,14 @@ class RolloutEngine(BatchingEngine):
             decoder, self.cache, max_pages=pages, buckets=buckets, forced=self._forced, sampler=self._sampler
         )
         self._graphs = StepGraphs(self._decode) if graphs else None
-        self._clock = DeviceClock(decoder.device)
+        self.overlap = graphs if overlap is None else overlap
         self._weights_whole = True
 
     @torch.inference_mode()
     def capture(self) -> None:
         """Capture the graphs of every batch bucket now, rather than in the step that first needs one."""
         if self._graphs is not None:
+            self._flight = None  # its results lie where padding is about to be sampled
             self._graphs.capture_all(self._sampling)
 
     def add(self, request: Request) -> None:
@@ -207,41 +211,49 @@ class RolloutEngine(BatchingEngine):
             self._sampling = configured
 
     @torch.inference_mode()
-    def _run(self, plan: StepPlan) -> tuple[list[int], list[float]]:
+    def _launch(self, plan: StepPlan) -> tuple[DeviceClock, Download]:
         if not self._weights_whole:
             raise RuntimeError("the last update_weights stopped half-way: update again before the next step")
         if self.memory.away:
             raise RuntimeError("the cache's memory is given back: restore it before the next step")
+        table, static, clock = self.scheduler.table, self._static(plan), DeviceClock(self.decoder.device)
         with naming_the_plan(self.decoder, self.cache.kv, self.rollout):
-            drawn = self._launch(plan)
-        self._clock.stop()
+            if static:
+                size = self._decode.load(table, plan.slots, self._noise, self._ends, plan.previous)
+            clock.start()
+            drawn = (self._graphs or self._decode).run(size, self._sampling) if static else self._run_with_prefill(plan)
+        clock.stop()
+        return clock, Download(drawn[:, : len(plan.sampled)])
+
+    def _land(self, plan: StepPlan, launched: tuple[DeviceClock, Download]) -> tuple[list[int], list[float]]:
+        clock, download = launched
         self._device_ms = None
         if not plan.sampled:  # chunks of unfinished prefills: nothing to wait for
             return [], []
-        tokens, logp = drawn[:, : len(plan.sampled)].cpu().numpy()  # the one wait of the step
-        self._device_ms = self._clock.elapsed_ms()
-        return tokens.astype(np.int64).tolist(), self._finite(plan, logp.tolist())
+        tokens, logp = download.wait()
+        self._device_ms = clock.elapsed_ms()
+        if not np.isfinite(logp).all():
+            self._require_finite(plan, logp.tolist())
+        return tokens.astype(np.int64).tolist(), logp.tolist()
 
-    def _launch(self, plan: StepPlan) -> torch.Tensor:
-        """Put the step on the device: float64 [2, rows or more], tokens and log-probabilities."""
-        table = self.scheduler.table
-        if plan.kind == "decode" and self._decode.fits(table, plan.slots):
-            size = self._decode.load(table, plan.slots, self._noise, self._ends)
-            self._clock.start()
-            return (self._graphs or self._decode).run(size, self._sampling)
-        self._clock.start()
-        return self._run_with_prefill(plan)
+    def _plan_ahead(self, plan: StepPlan) -> StepPlan | None:
+        ahead = super()._plan_ahead(plan) if self._static(plan) else None
+        return ahead if ahead is not None and self._static(ahead) else None
+
+    def _static(self, plan: StepPlan) -> bool:
+        """Whether a step runs over the static buffers of `DecodeStep`."""
+        return plan.kind == "decode" and self._decode.fits(self.scheduler.table, plan.slots)
 
     def _run_with_prefill(self, plan: StepPlan) -> torch.Tensor:
-        """A step with prefill chunks, or with requests longer than the static buffers; as `DecodeStep.run`."""
+        """A step with prefill chunks, or with requests longer than the static buffers: float64 [2, sampled]."""
         batch = StepBatch(plan, self.scheduler.table, self.cache, self.decoder.device)
         hidden = self.decoder(batch.input_ids, batch.positions, batch.attend)
         if not plan.sampled:
-            return torch.empty(2, 0)
+            return hidden.new_empty((2, 0))
         for entry in plan.sampled[len(plan.decode) :]:
             self._enter(entry)
         slots = [entry.slot for entry in plan.sampled]
-        noise, ends = (torch.from_numpy(array[slots]).to(hidden.device) for array in (self._noise, self._ends))
+        noise, ends = (upload(array[slots], hidden.device) for array in (self._noise, self._ends))
         keys = DrawKeys(noise, batch.sampled_positions, ends)
         logits = self.decoder.sampling_logits(hidden[batch.sampled_rows])
         return draw(logits, keys, self._sampling, forced=self._forced, sampler=self._sampler)
@@ -255,12 +267,11 @@ class RolloutEngine(BatchingEngine):
             require(length >= 1, f"forced length of {request.label}", length, "an integer >= 1")
             self._ends[entry.slot] = len(request.prompt_tokens) + length
 
-    def _finite(self, plan: StepPlan, logps: list[float]) -> list[float]:
+    def _require_finite(self, plan: StepPlan, logps: list[float]) -> None:
         for entry, logp in zip(plan.sampled, logps, strict=True):
-            if not math.isfinite(logp):
+            if not math.isfinite(logp) and entry.slot >= 0:  # a row given up meanwhile may hold anything
                 where = f"engine step {self.steps}, policy_version {self.policy_version}"
                 raise NonFiniteLogits(
                     f"logits of {entry.request.label} are not finite at {where}, "
                     f"position {entry.request.context_tokens}"
                 )
-        return logps

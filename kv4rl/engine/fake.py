@@ -32,9 +32,10 @@ class FakeEngine(BatchingEngine):
         max_prompt_tokens: int = 1024,
         bytes_per_page: int = 1,
         cost: Callable[[StepStats], float] | None = None,
+        overlap: bool = False,
     ):
         limits = Limits(slots, step_tokens, workspace_tokens, max_prompt_tokens)
-        super().__init__(Scheduler(PageAllocator(pages), limits), bytes_per_page=bytes_per_page)
+        super().__init__(Scheduler(PageAllocator(pages), limits), bytes_per_page=bytes_per_page, overlap=overlap)
         self._lengths = lengths
         self._cost = cost
 
@@ -50,18 +51,18 @@ class FakeEngine(BatchingEngine):
         self._begin_version(version)
         self.policy_version = version
 
-    def _run(self, plan: StepPlan) -> tuple[list[int], list[float]]:
+    def _launch(self, plan: StepPlan) -> tuple[list[int], list[float]]:
         tokens, logps = [], []
         for entry in plan.sampled:
-            token, logp = self._next(entry.request)
+            token, logp = self._next(entry.request, plan.lead)
             tokens.append(token)
             logps.append(logp)
         return tokens, logps
 
-    def _next(self, request: Request) -> tuple[int, float]:
-        draw = splitmix64(noise_key(0, request.prompt_id, request.sibling) + request.context_tokens)
+    def _next(self, request: Request, lead: int) -> tuple[int, float]:
+        draw = splitmix64(noise_key(0, request.prompt_id, request.sibling) + request.context_tokens + lead)
         logp = -1e-3 - (draw % 997) / 997
-        if request.eos_token_ids and len(request.tokens) + 1 >= self._lengths(request):
+        if request.eos_token_ids and len(request.tokens) + lead + 1 >= self._lengths(request):
             return request.eos_token_ids[0], logp
         token = draw % VOCABULARY
         while token in request.eos_token_ids:

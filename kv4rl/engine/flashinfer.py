@@ -15,6 +15,7 @@ from kv4rl.attention.cuda import make_backend
 from kv4rl.cache.kv_cache import KVCache
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.config import PAGE_TOKENS, require
+from kv4rl.engine.transfer import upload
 
 WORKSPACE_BYTES = 512 << 20
 FP8 = torch.float8_e4m3fn
@@ -47,6 +48,8 @@ class FlashInferBackend:
         self._captured: dict[int, object] = {}  # rows -> wrapper whose buffers a graph reads
         self._free = self._wrapper(None, cache.device)  # for steps that are not captured
         self._planned = None
+        # FlashInfer divides in pinned memory of its own, which the copy of the step before may still read.
+        self._copied = torch.cuda.Event() if cache.device.type == "cuda" else None
 
     def prepare(self, cache: KVCache, contexts: np.ndarray, page_ids: np.ndarray, *, static: bool = True) -> None:
         """Divide the step's work; `static`: into the buffers of this number of rows, for a graph.
@@ -63,11 +66,15 @@ class FlashInferBackend:
         if static and rows not in self._captured:
             self._captured[rows] = self._wrapper(rows, cache.device)
         self._planned = self._captured[rows] if static else self._free
+        if self._copied is not None:
+            self._copied.synchronize()
         shape = cache.shape
         self._planned.plan(
-            *(torch.from_numpy(array) for array in (starts, ids, last)), shape.query_heads, shape.kv_heads,
-            shape.head_dim, PAGE_TOKENS, q_data_type=shape.dtype, kv_data_type=self._dtype,
+            torch.from_numpy(starts), upload(ids, cache.device), torch.from_numpy(last), shape.query_heads,
+            shape.kv_heads, shape.head_dim, PAGE_TOKENS, q_data_type=shape.dtype, kv_data_type=self._dtype,
         )  # fmt: skip
+        if self._copied is not None:
+            self._copied.record()
 
     def write(self, cache, layer, k, v, where):
         if self._dtype != FP8:

@@ -4,12 +4,15 @@ import numpy as np
 
 from kv4rl.config import PAGE_TOKENS
 
+NEVER = 1 << 62  # end of a response whose length is not known before it is sampled
+
 
 class PageTable:
-    """Per slot: page ids in order of position, pages held, context tokens and the last token.
+    """Per slot: page ids in order of position, pages held, context tokens, its bound, and the last token.
 
-    `ids` int64 [slots, width], -1 where no page is held; `held`, `context`, `last_token` int64 [slots]. `context`
-    counts every known token of a decoding request, the one that the next step writes included. The width follows
+    `ids` int64 [slots, width], -1 where no page is held; `held`, `context`, `cap`, `last_token` int64 [slots].
+    `context` counts every known token of a decoding request, the one that the next step writes included; at `cap`
+    of them the response is complete, whatever was sampled. The width follows
     the longest request seen, so that a large pool with short requests stays cheap. `drain` tells which pages were
     handed out since it was last asked: what a copy on a device has to follow.
     """
@@ -18,6 +21,7 @@ class PageTable:
         self.ids = np.full((num_slots, 8), -1, dtype=np.int64)
         self.held = np.zeros(num_slots, dtype=np.int64)
         self.context = np.zeros(num_slots, dtype=np.int64)
+        self.cap = np.zeros(num_slots, dtype=np.int64)
         self.last_token = np.zeros(num_slots, dtype=np.int64)
         self._given: list[tuple[np.ndarray, np.ndarray]] | None = None  # places, recorded from the first drain on
 
@@ -42,7 +46,7 @@ class PageTable:
         """Empty a slot and return the pages it held."""
         pages = self.ids[slot, : self.held[slot]].tolist()
         self.ids[slot] = -1
-        self.held[slot] = self.context[slot] = self.last_token[slot] = 0
+        self.held[slot] = self.context[slot] = self.cap[slot] = self.last_token[slot] = 0
         return pages
 
     def drain(self) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

@@ -82,7 +82,8 @@ class Request:
         """
         if self.finish_reason is not None:
             raise RuntimeError(f"{self.label} has finished ({self.finish_reason}) and takes no more tokens")
-        if not len(self.tokens) == len(self.sampler_logp) == len(self.versions):
+        count = len(self.tokens)
+        if not count == len(self.sampler_logp) == len(self.versions):
             raise RuntimeError(f"{self.label}: tokens, sampler_logp and versions differ in length")
         if not math.isfinite(logp):
             require(False, "sampler_logp", logp, f"a finite log-probability for {self.label}")
@@ -91,7 +92,7 @@ class Request:
         self.versions.append(version)
         if token in self.eos_token_ids:
             self.finish("eos")
-        elif len(self.tokens) >= self.max_response_tokens:
+        elif count + 1 >= self.max_response_tokens:
             self.finish("length")
 
     def finish(self, reason: str) -> None:

@@ -6,14 +6,14 @@ while another holds a page and nobody overtakes it in the queue, so every reques
 """
 
 from bisect import insort
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from operator import attrgetter
 
 import numpy as np
 
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.cache.page_allocator import PageAllocator
-from kv4rl.config import require
+from kv4rl.config import PAGE_TOKENS, require
 from kv4rl.engine.page_table import PageTable
 from kv4rl.engine.request import Request, RequestStatus
 
@@ -62,13 +62,23 @@ class Chunk:
 
 @dataclass(frozen=True)
 class StepPlan:
-    """One step: decode rows first, then prefill chunks; `sampled` are the entries that get a token, in this order."""
+    """One step: decode rows first, then prefill chunks; `sampled` are the entries that get a token, in this order.
+
+    `previous` int64 of the decode rows, if the step was planned ahead: the row of the step before in which each of
+    them gets the token that this step writes.
+    """
 
     decode: list[Entry]
     slots: np.ndarray  # int64, of the decode rows
     chunks: list[Chunk]
     sampled: list[Entry]
     preemptions: int
+    previous: np.ndarray | None = None
+
+    @property
+    def lead(self) -> int:
+        """Tokens that the rows have beyond those recorded: 1 in a step planned ahead."""
+        return 0 if self.previous is None else 1
 
     @property
     def prefill_tokens(self) -> int:
@@ -165,10 +175,50 @@ class Scheduler:
         chunks = []
         for entry in sorted(self._prefilling, key=attrgetter("order")):
             budget -= self._add_chunk(chunks, entry, budget)
-        while budget > 0 and preemptions == 0 and self._head_fits():
+        while budget > 0 and preemptions == 0 and self._head_fits(self.num_resident, self.allocator.num_free):
             budget -= self._add_chunk(chunks, self._admit(), budget)
         sampled = self._decoding + [chunk.entry for chunk in chunks if chunk.last]
         return StepPlan(list(self._decoding), self._slots, chunks, sampled, preemptions)
+
+    def plan_ahead(self, plan: StepPlan, ends: np.ndarray) -> StepPlan | None:
+        """The step after `plan`, whose tokens are not known yet; None where they have to be awaited.
+
+        Left out are rows whose last token is certainly that of `plan`: by their cap, or because `ends` int64 by slot
+        (prompt and response tokens) says so. A row that turns out to have ended otherwise decodes once more for
+        nothing (`still_held`). Awaited is a step with prefill in it, and one after which a request could be admitted
+        or would have to be preempted: what is planned ahead is what would have been planned in time.
+        """
+        if plan.kind != "decode" or self._prefilling:
+            return None
+        slots, table = plan.slots, self.table
+        context, held = table.context[slots] + 1, table.held[slots]
+        goes_on = (held > 0) & (context < np.minimum(table.cap[slots], ends[slots]))
+        rows = np.flatnonzero(goes_on)
+        short = slots[goes_on & (held * PAGE_TOKENS < context)]
+        free = self.allocator.num_free - len(short)
+        admits = len(rows) < self.limits.step_tokens and self._head_fits(len(rows), free + int(held[~goes_on].sum()))
+        if len(rows) == 0 or free < 0 or admits:
+            return None
+        if len(short):
+            table.append(short, self.allocator.allocate(len(short)))
+        entries = plan.decode if len(rows) == len(slots) else [plan.decode[row] for row in rows]
+        return StepPlan(entries, slots[rows], [], entries, 0, previous=rows)
+
+    def still_held(
+        self, plan: StepPlan, tokens: list[int], logps: list[float]
+    ) -> tuple[StepPlan, list[int], list[float]]:
+        """What is left of a step for `commit`: without the decode rows that were given up after it was planned."""
+        held = self.table.held[plan.slots] > 0
+        if held.all():
+            return plan, tokens, logps
+        rows = np.flatnonzero(held)
+        entries = [plan.decode[row] for row in rows]
+        left = replace(plan, decode=entries, slots=plan.slots[rows], sampled=entries)
+        return left, [tokens[row] for row in rows], [logps[row] for row in rows]
+
+    def holds_any(self, plan: StepPlan) -> bool:
+        """Whether a decode row of the plan still holds its pages."""
+        return bool((self.table.held[plan.slots] > 0).any())
 
     def commit(self, plan: StepPlan, tokens: list[int], logps: list[float], version: int) -> list[Request]:
         """Record one sampled token per entry of `plan.sampled`; returns the requests that finished, each once."""
@@ -180,7 +230,7 @@ class Scheduler:
         self.table.last_token[plan.slots] = tokens[:rows]
         self.table.context[plan.slots] += 1
         self._start_decoding(plan.sampled[rows:])
-        ended = [entry for entry in plan.sampled if entry.request.finished]
+        ended = [entry for entry in plan.sampled if entry.request.finish_reason is not None]
         self._release(ended)
         finished, self._complete = self._complete, []
         for request in finished:
@@ -231,14 +281,14 @@ class Scheduler:
         entry.request.preemptions += 1
         insort(self._waiting, entry, key=attrgetter("order"))
 
-    def _head_fits(self) -> bool:
-        """Whether the first waiting request can be admitted; nobody behind it is asked."""
-        if not self._waiting or not self._free_slots:
+    def _head_fits(self, resident: int, free_pages: int) -> bool:
+        """Whether the first waiting request can be admitted beside `resident` ones; nobody behind it is asked."""
+        if not self._waiting or resident >= self.limits.slots:
             return False
         prefix = self._waiting[0].request.context_tokens
         if self._workspace_used + prefix > self.limits.workspace_tokens:
             return False
-        return pages_for(prefix) + self.num_resident <= self.allocator.num_free
+        return pages_for(prefix) + resident <= free_pages
 
     def _admit(self) -> Entry:
         entry = self._waiting.pop(0)
@@ -264,6 +314,7 @@ class Scheduler:
             self._end_prefill(entry)
             entry.request.status = entry.request.status if entry.request.finished else RequestStatus.DECODING
             self.table.context[entry.slot] = entry.request.context_tokens
+            self.table.cap[entry.slot] = len(entry.request.prompt_tokens) + entry.request.max_response_tokens
             self.table.last_token[entry.slot] = entry.request.tokens[-1]
         if entries:
             self._set_decoding(self._decoding + entries)

@@ -12,6 +12,7 @@ from kv4rl.config import KVConfig
 from kv4rl.engine.decode_step import PlannedOnHost
 from kv4rl.engine.page_table import PageTable
 from kv4rl.engine.scheduler import Chunk, StepPlan
+from kv4rl.engine.transfer import upload
 from kv4rl.model.attend import PackedCausal, causal_chunk
 
 
@@ -31,7 +32,7 @@ class StepBatch:
         arrays = (table.rows(plan.slots), context, plan.slots)
         if len(context) and isinstance(cache.backend, PlannedOnHost):
             cache.backend.prepare(cache, context, arrays[0], static=False)
-        self._decode = DecodeBatch(*(torch.from_numpy(array).to(device) for array in arrays))
+        self._decode = DecodeBatch(*(upload(array, device) for array in arrays))
         self._where = _token_slots(plan, table, self._decode, cache.kv, device)
         if device.type == "cuda":  # the scheduler's own values: looking at them would make the host wait
             self._decode.trust()
@@ -46,10 +47,10 @@ class StepBatch:
             if chunk.last:
                 sampled.append(row - 1)
                 targets.append(chunk.stop)
-        self.input_ids = torch.from_numpy(np.concatenate(ids)).to(device)
-        self.positions = torch.from_numpy(np.concatenate(positions)).to(device)
-        self.sampled_rows = torch.tensor(sampled, dtype=torch.int64, device=device)
-        self.sampled_positions = torch.from_numpy(np.concatenate((context, np.array(targets, np.int64)))).to(device)
+        self.input_ids = upload(np.concatenate(ids), device)
+        self.positions = upload(np.concatenate(positions), device)
+        self.sampled_rows = upload(np.array(sampled, dtype=np.int64), device)
+        self.sampled_positions = upload(np.concatenate((context, np.array(targets, np.int64))), device)
 
     def attend(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         """q [N, query_heads, d], k and v [N, kv_heads, d] -> [N, query_heads, d]."""
@@ -109,7 +110,7 @@ def _token_slots(
     if plan.chunks:
         chunks = TokenSlots.cat([_chunk_slots(chunk, table, kv) for chunk in plan.chunks])
         names = ("page_ids", "offsets", "positions", "slots", "side_entries")
-        parts.append(TokenSlots(*(getattr(chunks, name).to(device) for name in names)))
+        parts.append(TokenSlots(*(upload(getattr(chunks, name).numpy(), device) for name in names)))
     return TokenSlots.cat(parts)
 
 

@@ -67,7 +67,12 @@ class CountingScheduler(Scheduler):
 
     def quiet_steps(self) -> int:
         """Steps from now on in which nothing happens but growth: no end, no admission, no prefill, no preemption."""
-        if self._prefilling or self._complete or not self._decoding or self._head_fits():
+        if (
+            self._prefilling
+            or self._complete
+            or not self._decoding
+            or self._head_fits(self.num_resident, self.allocator.num_free)
+        ):
             return 0
         steps = int(self.left[self._slots].min()) - 1  # the step that ends a response is an event
         if steps <= 0:
@@ -245,7 +250,7 @@ class SkippingEngine(BatchingEngine):
         self._begin_version(version)
         self.policy_version = self.scheduler.version = version
 
-    def _run(self, plan: StepPlan) -> tuple[list[int], list[float]]:
+    def _launch(self, plan: StepPlan) -> tuple[list[int], list[float]]:
         return [], []  # the counting scheduler writes the tokens itself
 
     def _quiet_ms(self) -> np.ndarray:

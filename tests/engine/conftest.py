@@ -50,9 +50,9 @@ def make_decoder(hf):
 
 @pytest.fixture
 def make_engine(make_decoder):
-    """An engine on the small model; further keyword arguments go to `RolloutConfig`."""
+    """An engine on the small model; further keyword arguments go to it or to `RolloutConfig`."""
 
-    def make(precision="bf16", *, decoder=None, eos=EOS, kv=None, buckets=None, **changes) -> RolloutEngine:
+    def make(precision="bf16", *, decoder=None, eos=EOS, kv=None, **changes) -> RolloutEngine:
         sizes = {
             "max_active_requests": 8,
             "step_tokens": 64,
@@ -62,8 +62,9 @@ def make_engine(make_decoder):
             "max_response_tokens": 40,
         }
         kv = kv or KVConfig(precision, sink_tokens=4, recent_tokens=8)
+        own = {name: changes.pop(name) for name in ("buckets", "overlap", "forced_lengths") if name in changes}
         limits = RolloutConfig(**sizes | changes)
-        return RolloutEngine(decoder or make_decoder(), kv, limits, eos_token_ids=eos, buckets=buckets)
+        return RolloutEngine(decoder or make_decoder(), kv, limits, eos_token_ids=eos, **own)
 
     return make
 

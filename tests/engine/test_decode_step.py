@@ -128,7 +128,7 @@ def test_a_recorded_step_replays_right_for_every_later_batch(dense, make_engine,
 
 def test_buffers_keep_their_addresses(dense, prompts):
     step = dense._decode
-    names = ("_host", "_vectors", "_slot_pages", "_page_table", "_results")
+    names = ("_vectors", "_slot_pages", "_page_table", "_results")
     before = {name: getattr(step, name).data_ptr() for name in names}
     rollout(dense, prompts)
     assert {name: getattr(step, name).data_ptr() for name in names} == before

@@ -73,3 +73,21 @@ def test_the_simulator_replays_the_engine_step_by_step(decoder):
             )
 
     check()
+
+
+@settings(deadline=None, max_examples=5)
+@given(configs())
+def test_launching_steps_ahead_changes_no_collection(decoder, config):
+    """Quota, age limit and carried work over two collections: the same groups, tokens and trace, step by step."""
+    seen = []
+    for overlap in (False, True):
+        trace = Trace()
+        engine = RolloutEngine(
+            decoder, KVConfig("kv4rl", 4, 8), config, eos_token_ids=(EOS,), backend="reference", overlap=overlap,
+            forced_lengths=lambda request: 1 + 17 * (request.sibling + len(request.prompt_tokens)) % 39,
+        )  # fmt: skip
+        responses = run(engine, config, trace)
+        engine.check_drained()
+        steps = {name: values.tolist() for name, values in trace.columns().items() if name != "step_ms"}
+        seen.append((steps, {key: (r.tokens, r.sampler_logp, r.versions) for key, r in responses.items()}))
+    assert seen[0] == seen[1]

@@ -1,0 +1,27 @@
+"""Copies between host and device that let the host go on at once, whatever the device still has to do before them."""
+
+import numpy as np
+import torch
+
+
+def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
+    """`array` on `device`; through pinned memory, which torch keeps until the copy is done. On a CPU: the array."""
+    tensor = torch.from_numpy(array)
+    return tensor if device.type == "cpu" else tensor.pin_memory().to(device, non_blocking=True)
+
+
+class Download:
+    """The values of a tensor as they are when the device gets here; `wait` returns them."""
+
+    def __init__(self, source: torch.Tensor):
+        self._host = torch.empty(source.shape, dtype=source.dtype, pin_memory=source.is_cuda)
+        self._host.copy_(source, non_blocking=True)
+        self._done = None
+        if source.is_cuda:
+            self._done = torch.cuda.Event()
+            self._done.record()
+
+    def wait(self) -> np.ndarray:
+        if self._done is not None:
+            self._done.synchronize()
+        return self._host.numpy()
