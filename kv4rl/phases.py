@@ -41,9 +41,9 @@ class PhaseController:
         """Where the engine that will be attached allocates its cache."""
         return CacheMemory(self._device) if self._turns else None
 
-    def attach(self, engine: RolloutEngine) -> None:
-        """The engine whose cache takes turns with the learner, made in phase "collect"."""
-        self._engine = engine
+    def attach(self, engine: RolloutEngine | None) -> None:
+        """The engine whose cache takes turns with the learner, made in phase "collect"; None when it is dropped."""
+        self._engine, self._released = engine, 0
 
     def enter(self, phase: str, timers: Timers | None = None) -> None:
         """Give the memory to `phase`, if it does not have it: adds to `timers`' "switch". RuntimeError with requests

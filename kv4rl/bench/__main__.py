@@ -7,6 +7,8 @@ BENCHES = {  # name -> module with main(arguments)
     "kernels": "kv4rl.bench.kernels",
     "replay": "kv4rl.bench.replay",
     "rollout": "kv4rl.bench.rollout",
+    "iteration": "kv4rl.bench.iteration",
+    "soak": "kv4rl.bench.soak",
     "today": "kv4rl.bench.today",
 }
 

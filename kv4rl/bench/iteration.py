@@ -1,0 +1,322 @@
+"""Whole training iterations at a model's true shape: rollout, log-probs, update, sync, phase switches (§B.6, Fig. A8).
+
+Weights are random, response lengths forced to a fit of `rollout/fits.py`, rewards random; collector, engine, learner
+(Table A1), sync and phase controller are those of `kv4rl.train`. Each precision gets the pages that one memory budget
+buys it, and collects under a frozen policy first, so that the carry pool has formed. The learner's share of the dense
+rate counts 6 N FLOPs a token (N: multiplied weights) against large BF16 products in the same process; recomputed
+layers and attention are not counted, so 6/8 of the rate is the most it can reach.
+
+    torchrun --nproc-per-node 2 -m kv4rl.bench iteration --model qwen3-4b --fits 4B-300 --tp 2
+    python -m kv4rl.bench iteration --model qwen3-4b --parts learner sync switch --tokens 65536 --hbm-gb 60
+
+Without the part `rollout` the learner is fed made-up groups of at least `--tokens` tokens, and nothing is collected.
+"""
+
+import argparse
+import gc
+import json
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from statistics import fmean
+
+import torch
+
+from kv4rl.bench.learner_load import dense_flops_per_s, input_tokens, multiplied_parameters, reward, synthetic_groups
+from kv4rl.checkpoint import Checkpoint, save_checkpoint
+from kv4rl.cli import one_sentence
+from kv4rl.config import PRECISIONS, GRPOConfig, KVConfig, RolloutConfig, require
+from kv4rl.engine.engine import RolloutEngine
+from kv4rl.engine.flashinfer import FlashInferBackend
+from kv4rl.engine.memory import plan_engine, within
+from kv4rl.grpo.batch_metrics import max_over_ranks
+from kv4rl.grpo.learner import GRPOLearner
+from kv4rl.grpo.masters import cast_copy, compute_dtype
+from kv4rl.grpo.weight_sync import sync
+from kv4rl.metrics import Timers
+from kv4rl.model.decoder import Decoder
+from kv4rl.model.shapes import SHAPES, random_model
+from kv4rl.model.tensor_parallel import shard_decoder
+from kv4rl.phases import PhaseController
+from kv4rl.ranks import Ranks, Replica, connect
+from kv4rl.results import result_row, write_rows
+from kv4rl.rollout.fits import FITS, fit
+from kv4rl.rollout.forced import RandomPrompts, shrunk
+from kv4rl.rollout.group import PromptGroup
+from kv4rl.rollout.partial import PartialCollector
+from kv4rl.rollout.share import SharedStream
+from kv4rl.rollout.workload import Workload
+
+EOS = 1
+PARTS = ("rollout", "learner", "sync", "switch", "checkpoint")
+SECONDS = {  # metric -> the timers that make it up
+    "rollout_s": ("gen",), "old_logprob_s": ("old_log_prob",), "reference_logprob_s": ("ref",),
+    "logprob_s": ("old_log_prob", "ref"), "update_s": ("update_actor",), "sync_s": ("update_weights",),
+    "switch_s": ("switch",), "iteration_s": ("step",),
+}  # fmt: skip
+
+
+@dataclass
+class Bench:
+    """What all arms share: one learner, one engine decoder, one phase controller."""
+
+    options: argparse.Namespace
+    ranks: Ranks
+    replica: Replica
+    workload: Workload
+    rollout: RolloutConfig
+    learner: GRPOLearner
+    decoder: Decoder  # the engine's, in the compute dtype, perhaps a shard
+    phases: PhaseController
+    parameters: int  # N
+    dense: float  # FLOP/s of one GPU
+    version: int = 0
+
+    def gathered(self, items: list) -> list:
+        """What the replicas hold, on all ranks."""
+        return [item for share in self.ranks.gather(items if self.replica.leads else []) for item in share]
+
+
+def make(options: argparse.Namespace, ranks: Ranks, name: str) -> Bench:
+    """Everything but the engine. Raises `ValueError` where ranks, lengths and positions do not fit together."""
+    replica, dense = ranks.replica(options.tp), dense_flops_per_s(ranks.device)
+    decoder = random_model(options.model, dtype=torch.float32, device=ranks.device)
+    parameters = multiplied_parameters(decoder)
+    copy = cast_copy(decoder, compute_dtype("auto", ranks.device))
+    rollout_decoder = copy if replica.communicator is None else shard_decoder(copy, replica.communicator)
+    decoder.recompute_layers = True  # Table A1
+    del copy
+    workload = replace(shrunk(fit(name).workload(options.seed), options.shrink), siblings=options.siblings)
+    rollout = _rollout(options, workload, decoder.config.max_positions)
+    config = GRPOConfig(microbatch_tokens=options.microbatch_tokens)
+    learner = GRPOLearner(decoder, config, mesh=ranks.mesh)
+    phases = PhaseController(learner, ranks.device, take_turns="switch" in options.parts)
+    return Bench(options, ranks, replica, workload, rollout, learner, rollout_decoder, phases, parameters, dense)
+
+
+def _rollout(options: argparse.Namespace, workload: Workload, positions: int) -> RolloutConfig:
+    longest = workload.prompts.cap + workload.lengths.cap
+    require(longest <= positions, "shrink", options.shrink, f"lengths within the model's {positions}, not {longest}")
+    return RolloutConfig(
+        groups_per_update=options.groups,
+        responses_per_group=options.siblings,
+        max_prompt_tokens=workload.prompts.cap,
+        max_response_tokens=workload.lengths.cap,
+        max_active_requests=options.slots,
+        step_tokens=max(options.step_tokens, options.slots),
+        workspace_tokens=max(options.workspace_tokens, longest),
+    )
+
+
+def make_engine(bench: Bench, precision: str) -> RolloutEngine:
+    """The engine of one arm, its graphs captured; the memory of the one before has been given back."""
+    bench.phases.attach(None)
+    gc.collect()
+    bench.phases.enter("collect")
+    kv = KVConfig(precision)
+    plan = plan_engine(bench.decoder, kv, bench.rollout, int(bench.options.hbm_gb * 1e9))
+    engine = RolloutEngine(
+        bench.decoder, kv, within(plan, bench.rollout), eos_token_ids=(EOS,), forced_lengths=bench.workload,
+        memory=bench.phases.memory(),
+    )  # fmt: skip
+    if precision == "bf16" and engine.cache.backend.name == "cuda":
+        engine.cache.backend = FlashInferBackend(engine.cache)
+    bench.phases.attach(engine)
+    engine.policy_version = bench.version
+    if "rollout" in bench.options.parts:
+        engine.capture()
+    return engine
+
+
+def make_collector(bench: Bench, engine: RolloutEngine) -> PartialCollector:
+    prompts = RandomPrompts(bench.workload, bench.learner.weights.decoder.config.vocab_size)
+    if bench.replica.count > 1:
+        prompts = SharedStream(prompts, bench.replica.number, bench.replica.count)
+    return PartialCollector(engine, prompts, engine.rollout, grade=None, eos_token_ids=(EOS,))
+
+
+def prepare(bench: Bench, engine: RolloutEngine) -> None:
+    """One small update and two switches: compiles, makes AdamW's moments, pins host memory; none of it is timed."""
+    warm = synthetic_groups(bench.workload, bench.learner.weights.decoder.config.vocab_size, 1, eos=EOS)
+    for _ in range(2):
+        bench.phases.enter("learn")
+        iterate_learner(bench, engine, warm, Timers(bench.ranks.device))
+        bench.phases.enter("collect")
+
+
+def iterate_learner(bench: Bench, engine: RolloutEngine, groups: list[PromptGroup], timers: Timers) -> None:
+    if "learner" in bench.options.parts:
+        bench.learner.update(groups, timers)
+    bench.version += 1
+    if "sync" in bench.options.parts:
+        with timers("update_weights"):
+            sync(bench.learner, engine, bench.version)
+    else:
+        engine.policy_version = bench.version
+
+
+def iterate(bench: Bench, engine: RolloutEngine, collector: PartialCollector, made: list[PromptGroup]) -> dict:
+    """One iteration: seconds of its parts, the slowest rank's; trained tokens; peaks."""
+    timers = Timers(bench.ranks.device)
+    with timers("step"):
+        bench.phases.enter("collect", timers)
+        groups = made
+        if not made:
+            with timers("gen"):
+                collected = collector.collect().groups
+            groups = reward(bench.gathered(collected))
+        bench.phases.enter("learn", timers)
+        iterate_learner(bench, engine, groups, timers)
+    found = {name: sum(timers.seconds.get(part, 0.0) for part in parts) for name, parts in SECONDS.items()}
+    found |= {name.removeprefix("perf/").replace("/", "_"): v for name, v in bench.phases.metrics().items()}
+    slowest = max_over_ranks(bench.ranks.gather(found))
+    return slowest | {"trained_tokens": float(input_tokens(groups))}
+
+
+def run_arm(bench: Bench, precision: str, made: list[PromptGroup]) -> dict[str, list[float]]:
+    """Metric -> its value in each measured iteration."""
+    engine = make_engine(bench, precision)
+    collector = make_collector(bench, engine)
+    prepare(bench, engine)
+    if not made:
+        for _ in range(bench.options.warmup):
+            collector.collect()
+            bench.version = engine.policy_version = bench.version + 1
+    found = [iterate(bench, engine, collector, made) for _ in range(bench.options.iterations)]
+    columns = {name: [each[name] for each in found] for name in found[0]}
+    if "learner" in bench.options.parts:
+        rates = [t / s for t, s in zip(columns["trained_tokens"], columns["update_s"], strict=True)]
+        columns["learner_tokens_per_s"] = rates
+        ceiling = bench.dense * bench.ranks.size
+        columns["learner_share_of_dense"] = [6 * bench.parameters * rate / ceiling for rate in rates]
+    columns["cache_pages"] = [float(engine.rollout.cache_pages)]
+    if "checkpoint" in bench.options.parts:
+        columns["checkpoint_s"] = [checkpoint_seconds(bench)]
+    bench.phases.enter("learn")
+    return columns
+
+
+def checkpoint_seconds(bench: Bench) -> float:
+    """Seconds that a checkpoint of learner and optimizer keeps the run from going on, written to a temporary folder."""
+    bench.phases.enter("learn")
+    with tempfile.TemporaryDirectory() as folder:
+        started = time.perf_counter()
+        state = bench.learner.state(whole=bench.ranks.leads)
+        if bench.ranks.leads:
+            saved = Checkpoint(bench.version, {}, state["weights"], state["optimizer"], {})
+            save_checkpoint(folder, saved, keep=1)
+        bench.ranks.gather(None)
+        return time.perf_counter() - started
+
+
+def rows(bench: Bench, shape: str, found: dict[str, dict[str, list[float]]]) -> list[dict]:
+    """CSV rows: means over iterations with least and most, and for whole iterations the speedup of summed times."""
+    options, size = bench.options, bench.ranks.size
+    model = options.model + (f"-tp{options.tp}" if options.tp > 1 else "")
+    about, made = {"experiment": "iteration", "model": model, "shape": shape}, []
+    for arm, columns in found.items():
+        for metric, values in columns.items():
+            if metric.endswith("_s") and not any(values):
+                continue  # a part that was not asked for
+            given = {"arm": arm, "metric": metric, "unit": unit(metric), "value": fmean(values)}
+            made.append(result_row(**about, **given, low=min(values), high=max(values), n=len(values)))
+    for arm, value in speedups(found).items():
+        given = {"arm": arm, "metric": "speedup_vs_bf16", "unit": "x", "value": value}
+        made.append(result_row(**about, **given, n=options.iterations))
+    dense = {"arm": "dense_matmul", "metric": "flops_per_s", "unit": "FLOP/s", "value": bench.dense * size}
+    return [*made, result_row(**about, **dense)]
+
+
+def unit(metric: str) -> str:
+    named = {"learner_tokens_per_s": "tokens/s", "learner_share_of_dense": "share", "cache_pages": "pages"}
+    if metric in named:
+        return named[metric]
+    return "GB" if "_gb_" in metric else "tokens" if metric.endswith("tokens") else "s"
+
+
+def speedups(found: dict[str, dict[str, list[float]]]) -> dict[str, float]:
+    """BF16's summed iteration times over each arm's, where whole iterations were measured (§B.6)."""
+    if "bf16" not in found or not any(found["bf16"]["rollout_s"]):
+        return {}
+    total = {arm: sum(columns["iteration_s"]) for arm, columns in found.items()}
+    return {arm: total["bf16"] / seconds for arm, seconds in total.items() if arm != "bf16"}
+
+
+def table(found: dict[str, dict[str, list[float]]]) -> str:
+    """A line a metric, an arm a column."""
+    lines = [f"{'':>28} " + " ".join(f"{arm:>12}" for arm in found)]
+    for metric in next(iter(found.values())):
+        lines.append(f"{metric:>28} " + " ".join(f"{fmean(columns[metric]):>12.4g}" for columns in found.values()))
+    return "\n".join(lines)
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m kv4rl.bench iteration", description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )  # fmt: skip
+    cuda = torch.cuda.is_available()
+    add = parser.add_argument
+    add("--model", default="mini-qwen3", help=f"{', '.join(SHAPES)} or a shipped one; random weights")
+    add("--fits", nargs="+", default=["4B-300"], choices=tuple(FITS))
+    add("--shrink", type=float, default=1.0 if cuda else 64.0, help="divide all lengths by this")
+    add("--tp", type=int, default=1, help="GPUs of a rollout replica; the learner is sharded over all of them")
+    add("--hbm-gb", type=float, default=110.0 if cuda else 0.06, help="the engine's budget a GPU, GB of 1e9 bytes")
+    add("--groups", type=int, default=64 if cuda else 4, help="T of a replica")
+    add("--siblings", type=int, default=8 if cuda else 2, help="G")
+    add("--slots", type=int, default=1024 if cuda else 16, help="active requests at most")
+    add("--step-tokens", type=int, default=8192 if cuda else 256)
+    add("--workspace-tokens", type=int, default=32768 if cuda else 1024)
+    add("--microbatch-tokens", type=int, default=16384 if cuda else 512)
+    add("--tokens", type=int, default=131072 if cuda else 512, help="made-up tokens of an update without rollout")
+    add("--iterations", type=int, default=2, help="measured")
+    add("--warmup", type=int, default=3, help="collections before them")
+    add("--seed", type=int, default=6101)
+    add("--device", default="auto", choices=("auto", "cpu", "cuda"))
+    add("--parts", nargs="+", default=list(PARTS[:-1]), choices=PARTS)
+    add("--precisions", nargs="+", default=["bf16", "kv4rl"], choices=PRECISIONS)
+    add("--out", default="iteration.csv", help="CSV under data/results, or a path")
+    return parser.parse_args(arguments)
+
+
+def measure(bench: Bench, shape: str, say) -> dict[str, dict[str, list[float]]]:
+    """Every arm at one fit; without rollout a single one, "learner", beside the first precision's engine."""
+    options, found = bench.options, {}
+    if "rollout" in options.parts:
+        for precision in options.precisions:
+            found[precision] = run_arm(bench, precision, [])
+            say(f"{shape} {precision}: " + ", ".join(f"{s:.2f} s" for s in found[precision]["iteration_s"]))
+    else:
+        vocabulary = bench.learner.weights.decoder.config.vocab_size
+        made = synthetic_groups(bench.workload, vocabulary, options.tokens, eos=EOS)
+        found["learner"] = run_arm(bench, options.precisions[0], made)
+    return found
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options = parse(arguments)
+    with connect(options.device) as ranks:
+        say = (lambda text: print(text, flush=True)) if ranks.leads else (lambda text: None)
+        summary, path = {}, options.out
+        for name in options.fits:
+            with one_sentence("kv4rl.bench iteration"):
+                bench = make(options, ranks, name)
+            shape = name if options.shrink == 1 else f"{name}/{options.shrink:g}"
+            say(
+                f"card: {options.model} tp{options.tp}, random weights, {bench.parameters / 1e9:.3g}B multiplied, "
+                f"{ranks.size} x {bench.dense / 1e12:.4g} dense TFLOP/s, T={options.groups} a replica"
+            )
+            found = measure(bench, shape, say)
+            say(table(found))
+            if ranks.leads:
+                path = write_rows(options.out, rows(bench, shape, found))
+            summary[shape] = {arm: {m: fmean(v) for m, v in columns.items()} for arm, columns in found.items()}
+            summary[shape]["speedup_vs_bf16"] = speedups(found)
+            del bench
+            gc.collect()
+        say(json.dumps({"experiment": "iteration", "file": str(path), "found": summary}))
+
+
+if __name__ == "__main__":
+    main()
