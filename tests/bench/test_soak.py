@@ -1,0 +1,61 @@
+"""`bench soak`: a few seconds of it find nothing, and it finds what it is there to find."""
+
+import json
+
+import pytest
+import torch
+
+from kv4rl.bench import soak
+from kv4rl.bench.__main__ import main
+from kv4rl.results import read_rows
+
+
+@pytest.fixture
+def make_soak(tmp_path):
+    def make(*words):
+        options = soak.parse(["--device", "cpu", "--out", str(tmp_path / "soak.csv"), *words])
+        return soak.Soak(options, "kv4rl")
+
+    return make
+
+
+def test_a_few_seconds_find_no_leak_and_write_a_row(tmp_path, capsys):
+    out = tmp_path / "soak.csv"
+    main(["soak", "--device", "cpu", "--minutes", "0.05", "--precisions", "kv4rl", "--out", str(out)])
+    rows = {row["metric"]: float(row["value"]) for row in read_rows(out)}
+    assert rows["leaked_pages"] == rows["leaked_bytes"] == 0 < rows["decode_tokens"]
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"] == rows["steps"] > 0
+
+
+def test_every_kind_of_event_happens(make_soak):
+    """By number of operations, not by the clock: two hundred of them meet each kind."""
+    found = make_soak("--pages", "26", "--seed", "5")
+    names = list(soak.OPERATIONS)
+    for _ in range(200):
+        getattr(found, f"_{names[found.rng.choice(len(names), p=list(soak.OPERATIONS.values()))]}")()
+    found._pause()
+    counted = ("finished", "aborts", "preemptions", "decode_tokens")
+    assert all(found.counts[name] > 0 for name in counted) and found.counts["weight_updates"] > soak.WEIGHTS + 1
+
+
+def test_a_weight_that_was_not_written_is_found(make_soak, monkeypatch):
+    found = make_soak()
+    name = "model.layers.0.mlp.down_proj.weight"
+    monkeypatch.setitem(found.weights[1], name, torch.zeros_like(found.weights[1][name]))
+    with pytest.raises(soak.SoakFailure, match="weights 1 give other responses at version 3"):
+        found._pause()
+
+
+def test_a_page_that_nobody_holds_is_found(make_soak):
+    found = make_soak()
+    found._add()
+    found.engine.cache.allocator.allocate(1)
+    with pytest.raises(soak.SoakFailure, match="are in use"):
+        found._step()
+
+
+def test_bad_sizes_end_with_one_sentence(capsys):
+    for words, message in ((["--minutes", "0"], "minutes=0.0"), (["--model", "qwen9"], "model='qwen9'")):
+        with pytest.raises(SystemExit):
+            main(["soak", "--device", "cpu", *words])
+        assert message in capsys.readouterr().err
