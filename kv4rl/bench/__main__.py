@@ -5,6 +5,7 @@ import sys
 
 BENCHES = {  # name -> module with main(arguments)
     "kernels": "kv4rl.bench.kernels",
+    "overhead": "kv4rl.bench.overhead",
     "replay": "kv4rl.bench.replay",
     "rollout": "kv4rl.bench.rollout",
     "iteration": "kv4rl.bench.iteration",

@@ -47,14 +47,23 @@ EOS = 1
 COLLECTORS = {"sync": SyncCollector, "partial": PartialCollector}
 UNITS = {
     "active_requests": "requests", "resident_kv_bytes": "B", "decode_step_ms": "ms", "decode_tokens_per_s": "tokens/s",
+    "decode_wall_tokens_per_s": "tokens/s",
     "calls_per_interval": "calls", "collection_s": "s", "cache_pages": "pages", "preemptions": "requests",
 }  # fmt: skip
 
 
 class DeviceTrace(Trace):
-    """A trace whose `step_ms` is the device's time for the step, as in the paper, and not the scheduler's as well."""
+    """A trace whose `step_ms` is the device's time for the step, as in the paper, and not the scheduler's as well.
+
+    `wall_ms` has the latter, a step each.
+    """
+
+    def __init__(self):
+        super().__init__()
+        self.wall_ms: list[float] = []
 
     def record(self, stats, **given) -> None:
+        self.wall_ms.append(stats.step_ms)
         ms = stats.step_ms if stats.device_ms is None else stats.device_ms
         super().record(replace(stats, step_ms=ms), **given)
 
@@ -104,11 +113,18 @@ def run(setting: Setting, collector: str, precision: str, pages: int) -> Outcome
         "resident_kv_bytes": summary.context_tokens * engine.bytes_per_page / PAGE_TOKENS,
         "decode_step_ms": summary.step_ms,
         "decode_tokens_per_s": summary.tokens_per_second,
+        "decode_wall_tokens_per_s": wall_tokens_per_second(trace, measured),
         "calls_per_interval": summary.calls_per_interval,
         "preemptions": float(trace.column("preemptions")[np.isin(trace.column("collection"), measured)].sum()),
         "cache_pages": float(pages),
     }
     return Outcome(metrics, seconds[setting.warmup :], summary)
+
+
+def wall_tokens_per_second(trace: DeviceTrace, collections: Sequence[int]) -> float:
+    """Tokens of pure-decode calls over all the time they took on the host's clock."""
+    kept = (trace.column("kind") == "decode") & np.isin(trace.column("collection"), list(collections))
+    return float(trace.column("decode_tokens")[kept].sum() / np.array(trace.wall_ms)[kept].sum() * 1e3)
 
 
 def _engine(setting: Setting, precision: str, config: RolloutConfig) -> RolloutEngine:
@@ -180,12 +196,12 @@ def rows(shape: str, model: str, setting: Setting, traces: dict, found: dict) ->
 
 def table(title: str, outcomes: dict) -> str:
     """Lines of one comparison, an arm a line."""
-    names = ("active_requests", "decode_step_ms", "decode_tokens_per_s", "calls_per_interval", "cache_pages")
-    lines = [f"{title:>24} " + " ".join(f"{name:>19}" for name in ("collection_s", *names))]
+    names = ("active_requests", "decode_step_ms", "decode_tokens_per_s", "decode_wall_tokens_per_s", "cache_pages")
+    lines = [f"{title:>24} " + " ".join(f"{name:>24}" for name in ("collection_s", *names))]
     for arm, outcome in outcomes.items():
         values = [sum(outcome.seconds) / len(outcome.seconds), *(outcome.metrics[name] for name in names)]
         label = " ".join(arm) if isinstance(arm, tuple) else arm
-        lines.append(f"{label:>24} " + " ".join(f"{value:>19.4g}" for value in values))
+        lines.append(f"{label:>24} " + " ".join(f"{value:>24.4g}" for value in values))
     return "\n".join(lines)
 
 

@@ -1,0 +1,145 @@
+"""What the engine adds to its decode step: wall-clock per step, steps launched ahead or one by one, against the replay.
+
+All requests of a shape are prefilled by the engine; then pure-decode steps are timed by the host's clock, scheduling,
+sampling, page hand-out and bookkeeping included, over `--steps` steps in which nobody ends. The replay (§B.4: captured
+forward and argmax alone) is timed at the very contexts in the middle of them. Weights are random.
+
+    python -m kv4rl.bench overhead --model qwen3-4b --shapes 640x874 200x2627
+    torchrun --nproc-per-node 2 -m kv4rl.bench overhead --model qwen3-4b --tp 2
+"""
+
+import argparse
+import gc
+import json
+import statistics
+from collections.abc import Sequence
+from time import perf_counter
+
+import torch
+import torch.distributed as dist
+
+from kv4rl.bench.replay_arm import Replay
+from kv4rl.bench.replay_states import State
+from kv4rl.cache.main_cache import pages_for
+from kv4rl.cli import one_sentence
+from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig, require
+from kv4rl.engine.engine import RolloutEngine
+from kv4rl.engine.flashinfer import FlashInferBackend
+from kv4rl.engine.request import Request
+from kv4rl.model.communicator import init_mesh, make_communicator
+from kv4rl.model.decoder import Decoder
+from kv4rl.model.shapes import SHAPES, random_model
+from kv4rl.results import result_row, write_rows
+
+WARMUPS = 8  # decode steps before those timed
+
+
+def make_engine(decoder: Decoder, precision: str, batch: int, context: int, options: argparse.Namespace):
+    """An engine with room for `batch` requests of `context` prompt tokens and all that they decode meanwhile."""
+    budget = max(options.step_tokens, 2 * batch)
+    prefill_steps = -(-batch * context // (budget - batch)) + 2  # the first request decodes in nearly all of them
+    cap = prefill_steps + 2 * (options.steps + WARMUPS) + 2
+    rollout = RolloutConfig(
+        max_active_requests=batch, step_tokens=budget, workspace_tokens=max(4 * budget, context + cap),
+        cache_pages=batch * (pages_for(context + cap) + 1), max_prompt_tokens=context, max_response_tokens=cap,
+    )  # fmt: skip
+    engine = RolloutEngine(decoder, KVConfig(precision), rollout, eos_token_ids=())
+    if precision == "bf16" and engine.cache.backend.name == "cuda":
+        engine.cache.backend = FlashInferBackend(engine.cache)
+    vocabulary = decoder.config.vocab_size
+    for i in range(batch):
+        engine.add(Request(f"p{i}", 0, [(7 * i + j) % vocabulary for j in range(context)], cap, (), (i,)))
+    while engine.last_step is None or engine.last_step.active_requests < batch:
+        engine.step()
+    return engine
+
+
+def engine_ms(engine: RolloutEngine, overlap: bool, steps: int) -> float:
+    """Wall-clock milliseconds of a decode step."""
+    engine.overlap = overlap
+    for _ in range(WARMUPS):
+        engine.step()
+    times = []
+    for _ in range(steps):
+        begin = perf_counter()
+        finished = engine.step()
+        times.append((perf_counter() - begin) * 1e3)
+        require(not finished and engine.last_step.kind == "decode", "step", engine.last_step, "a pure decode step")
+    return statistics.fmean(times)
+
+
+def measure(decoder: Decoder, precision: str, batch: int, context: int, options: argparse.Namespace) -> dict:
+    """Metric -> value of one precision at one shape."""
+    engine = make_engine(decoder, precision, batch, context, options)
+    found = {"engine_step_ms": engine_ms(engine, True, options.steps)}
+    contexts = engine.scheduler.table.context[:batch] - options.steps // 2
+    found["serial_step_ms"] = engine_ms(engine, False, options.steps)
+    engine.pause()
+    del engine
+    _collect(decoder)
+    state = State("overhead", tuple(contexts.tolist()))
+    replay = Replay(precision, decoder, [state])
+    found["decode_replay_ms"] = statistics.fmean(replay.time(state, 2 * options.steps, WARMUPS))
+    del replay
+    _collect(decoder)
+    found["share_of_replay"] = found["decode_replay_ms"] / found["engine_step_ms"]
+    found["serial_share_of_replay"] = found["decode_replay_ms"] / found["serial_step_ms"]
+    return found
+
+
+def _collect(decoder: Decoder) -> None:
+    gc.collect()
+    if decoder.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(
+        prog="python -m kv4rl.bench overhead", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    cuda = torch.cuda.is_available()
+    parser.add_argument("--model", default="mini-qwen3", help=f"{', '.join(SHAPES)} or a shipped one; weights random")
+    parser.add_argument("--shapes", nargs="+", default=["640x874", "200x2627"] if cuda else ["8x40"])
+    parser.add_argument("--precisions", nargs="+", default=["bf16", "kv4rl"], choices=PRECISIONS)
+    parser.add_argument("--steps", type=int, default=40, help="timed, of each kind")
+    parser.add_argument("--step-tokens", type=int, default=8192)
+    parser.add_argument("--tp", type=int, default=1)
+    parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=("cpu", "cuda"))
+    parser.add_argument("--out", default="rollout.csv", help="CSV under data/results, or a path")
+    options = parser.parse_args(arguments)
+    with one_sentence("kv4rl.bench overhead"):
+        require(options.steps >= 2, "steps", options.steps, "an integer >= 2")
+        pairs = [shape.split("x") for shape in options.shapes]
+        ok = all(len(pair) == 2 and all(part.isdigit() and int(part) > 0 for part in pair) for pair in pairs)
+        require(ok, "shapes", options.shapes, "batch x context, e.g. 640x874")
+        options.pairs = [(int(batch), int(context)) for batch, context in pairs]
+    return options
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    options, communicator = parse(arguments), None
+    if options.tp > 1:
+        communicator = make_communicator(init_mesh(options.tp, options.device))
+    first = communicator is None or communicator.rank == 0
+    with one_sentence("kv4rl.bench overhead"):
+        decoder = random_model(options.model, device=options.device, communicator=communicator)
+    model = options.model if options.tp == 1 else f"{options.model}-tp{options.tp}"
+    made, shares = [], {}
+    for precision in options.precisions:
+        for batch, context in options.pairs:
+            found, shape = measure(decoder, precision, batch, context, options), f"{batch}x{context}"
+            about = {"experiment": "rollout", "arm": precision, "model": model, "shape": shape, "n": options.steps}
+            units = {name: "ms" if name.endswith("_ms") else "x" for name in found}
+            made += [result_row(**about, metric=m, unit=units[m], value=v) for m, v in found.items()]
+            shares[f"{precision} {shape}"] = round(found["share_of_replay"], 4)
+            if first:
+                print(f"{precision:>6} {shape:>10} " + "  ".join(f"{m} {v:.3f}" for m, v in found.items()), flush=True)
+    if first:
+        path = write_rows(options.out, made)
+        print(json.dumps({"experiment": "overhead", "model": model, "file": str(path), "share_of_replay": shares}))
+    if communicator is not None:
+        dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,31 @@
+"""`bench overhead`: the engine's step beside the replay's, at the same contexts."""
+
+import json
+
+import pytest
+
+from kv4rl.bench.__main__ import main
+from kv4rl.results import read_rows
+
+
+def test_overhead_writes_the_step_of_engine_and_replay(tmp_path, capsys):
+    out = tmp_path / "rollout.csv"
+    words = ["--device", "cpu", "--shapes", "3x20", "2x40", "--steps", "4", "--step-tokens", "24", "--out", str(out)]
+    main(["overhead", *words])
+    found = {(row["arm"], row["shape"], row["metric"]): float(row["value"]) for row in read_rows(out)}
+    for arm in ("bf16", "kv4rl"):
+        for shape in ("3x20", "2x40"):
+            share, replay, own = (
+                found[arm, shape, f"{m}"] for m in ("share_of_replay", "decode_replay_ms", "engine_step_ms")
+            )
+            assert share == pytest.approx(replay / own, rel=1e-4)
+    assert set(json.loads(capsys.readouterr().out.splitlines()[-1])["share_of_replay"]) == {
+        f"{arm} {shape}" for arm in ("bf16", "kv4rl") for shape in ("3x20", "2x40")
+    }
+
+
+@pytest.mark.parametrize(("words", "message"), [(["--shapes", "3y4"], "shapes=['3y4']"), (["--steps", "1"], "steps=1")])
+def test_wrong_words_end_with_one_sentence(words, message, capsys):
+    with pytest.raises(SystemExit):
+        main(["overhead", "--device", "cpu", *words])
+    assert message in capsys.readouterr().err
