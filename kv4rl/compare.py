@@ -21,6 +21,7 @@ class Comparison:
     file: str  # in data/results
     where: dict  # columns that select the row
     remark: str  # what is different about our setting
+    models: tuple[str, ...] = ()  # of several models' rows, those of the first that has any
 
 
 def _bits(group: str, shape: str, arm: str) -> Comparison:
@@ -43,10 +44,52 @@ def _rotation(model: str) -> Comparison:
     return Comparison("storage/4b/rotate_kv_over_k", quantity, "fidelity.csv", where, ON_CPU.format(model))
 
 
-def _replay(checkpoint: str, precision: str) -> Comparison:
-    where = {"arm": precision, "shape": checkpoint, "metric": "speedup_vs_bf16"}
-    quantity = f"decode replay, {precision} over BF16, {checkpoint}"
-    return Comparison(f"replay/{checkpoint}/{precision}", quantity, "replay.csv", where, "random weights, true shapes")
+def _at_scale(model: str, first: str) -> dict:
+    """Rows on two GPUs, as the paper's, before those on one; `first` is how a file names the former."""
+    other = f"{model}-tp1" if first == model else model
+    return {"models": (first, other)}
+
+
+def _replay(published: str, arm: str, shape: str, words: str, metric: str = "speedup_vs_bf16") -> Comparison:
+    where = {"experiment": "replay", "arm": arm, "shape": shape, "metric": metric}
+    model = f"qwen3-{shape.split('-')[0 if shape[0].isdigit() else 1].lower()}"
+    return Comparison(published, words, "replay.csv", where, "random weights, true shapes", **_at_scale(model, model))
+
+
+def _replays() -> list[Comparison]:
+    found = [
+        _replay(f"replay/{name}/kv4", "kv4", name, f"decode replay, KV4 over BF16, {name}")
+        for name in ("4B-100", "4B-300", "4B-500", "8B-100", "8B-400")
+    ]
+    words = "decode replay, heterogeneous states"
+    found.append(_replay("ragged/4b/kv4rl", "kv4rl", "ragged-4B", f"{words}, KV4-RL over BF16, 4B"))
+    for size in ("4B", "8B"):
+        shown = f"{words}, share of KV4's throughput, {size}"
+        key = f"ragged/{size.lower()}/retention_vs_kv4"
+        found.append(_replay(key, "kv4rl", f"ragged-{size}", shown, "retention_vs_kv4"))
+    return found
+
+
+def _collection(published: str, model: str, shape: str) -> Comparison:
+    where = {"experiment": "rollout", "arm": "kv4rl", "shape": shape, "metric": "speedup_vs_bf16"}
+    words, remark = (
+        f"late collection, KV4-RL over BF16, {shape}",
+        "forced lengths, frozen policy; not comparable one to one",
+    )
+    return Comparison(published, words, "rollout.csv", where, remark, **_at_scale(model, f"{model}-tp2"))
+
+
+def _iteration(published: str, model: str) -> Comparison:
+    where = {"arm": "kv4rl", "model": model, "metric": "speedup_vs_bf16"}
+    remark = "one iteration with forced lengths and random weights; the paper's is cumulative over the run"
+    words = f"full iteration, KV4-RL over BF16, {model}"
+    return Comparison(published, words, "iteration.csv", where, remark)
+
+
+def _deficit(published: str, arm: str, metric: str, words: str) -> Comparison:
+    where = {"experiment": "learning", "arm": arm, "metric": metric}
+    remark = "mini model on its own task, paired over seeds: its sign compares, not its size"
+    return Comparison(published, words, "train.csv", where, remark)
 
 
 def _kl_reduction(published: str, model: str) -> Comparison:
@@ -87,24 +130,14 @@ COMPARISONS = (
     *(_rotation(model) for model in ("smollm2-135m", "mini-qwen3")),
     _kl_reduction("fidelity/4b/kl_reduction_16_128", "smollm2-135m"),
     _kl_reduction("fidelity/4b/kl_reduction_16_128", "mini-qwen3"),
-    *(_replay(checkpoint, "kv4") for checkpoint in ("4B-100", "4B-300", "4B-500", "8B-100", "8B-400")),
-    Comparison(
-        "rollout/8b/cumulative", "rollout collection, KV4-RL over BF16, 8B", "rollout.csv",
-        {"arm": "kv4rl", "model": "qwen3-8b", "metric": "speedup_vs_bf16"}, "forced lengths, frozen policy",
-    ),
-    Comparison(
-        "iteration/8b/cumulative", "full iteration, KV4-RL over BF16, 8B", "iteration.csv",
-        {"arm": "kv4rl", "model": "qwen3-8b", "metric": "speedup_vs_bf16"}, "forced lengths, random weights",
-    ),
-    Comparison(
-        "table1/8b/kv4rl/mean", "accuracy after RL with KV4-RL rollout, %", "train.csv",
-        {"arm": "kv4rl", "model": "mini-qwen3", "metric": "accuracy"},
-        "mini model on its own task: only the distance to BF16 below compares",
-    ),
-    Comparison(
-        "table1/8b/bf16/mean", "accuracy after RL with BF16 rollout, %", "train.csv",
-        {"arm": "bf16", "model": "mini-qwen3", "metric": "accuracy"}, "mini model on its own task",
-    ),
+    *_replays(),
+    _collection("rollout/4b/last_50", "qwen3-4b", "4B-500"),
+    _collection("rollout/8b/last_50", "qwen3-8b", "8B-400"),
+    _iteration("iteration/4b/cumulative", "qwen3-4b"),
+    _iteration("iteration/8b/cumulative", "qwen3-8b"),
+    _deficit("learning/8b/mean_deficit_kv4", "kv4", "deficit_accuracy", "accuracy lost to KV4 rollout"),
+    _deficit("learning/4b/reward_gap/kv4", "kv4", "deficit_reward_last", "reward lost to KV4 rollout"),
+    _deficit("learning/4b/reward_gap/kv4rl", "kv4rl", "deficit_reward_last", "reward lost to KV4-RL rollout"),
 )  # fmt: skip
 
 
@@ -114,6 +147,9 @@ def answers(directory: Path = RESULTS) -> list[tuple[Comparison, Published, dict
     for item in COMPARISONS:
         path = directory / item.file
         rows = read_rows(path, **item.where) if path.exists() else []
+        if item.models:
+            by_model = [[row for row in rows if row["model"] == model] for model in item.models]
+            rows = next((mine for mine in by_model if mine), [])
         found.append((item, PUBLISHED[item.published], latest(rows) if rows else None))
     return found
 
@@ -127,7 +163,7 @@ def compare(directory: Path = RESULTS) -> list[dict[str, str]]:
             "paper": f"{published.value:g} {published.unit}",
             "ours": ours(row, published.unit) if row else ABSENT,
             "scope": row["scope"] if row else "-",
-            "remark": item.remark,
+            "remark": item.remark + (f"; {row['model']}, {row['hardware']}" if row and item.models else ""),
         }
         | {name: row[name] if row else "-" for name in ORIGIN}
         for item, published, row in answers(directory)
@@ -136,7 +172,8 @@ def compare(directory: Path = RESULTS) -> list[dict[str, str]]:
 
 def ours(row: dict, unit: str) -> str:
     """A row's value in the published number's unit, with its interval where it has one."""
-    scale = 100 if unit == "%" and row["unit"] in ("fraction", "1") else 1
+    shares = row["unit"] in ("fraction", "1") or row["metric"] == "retention_vs_kv4"
+    scale = 100 if unit in ("%", "points") and shares else 1
     value = f"{float(row['value']) * scale:.3g} {unit}"
     if row["low"] and row["low"] != row["high"]:
         value += f" [{float(row['low']) * scale:.3g}, {float(row['high']) * scale:.3g}]"

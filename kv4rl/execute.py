@@ -18,6 +18,8 @@ from kv4rl.config import InputError, require
 
 PLOTLY = "application/vnd.plotly.v1+json"
 STATIC_SIZE = {"width": 900, "height": 420}
+WIDGET = "application/vnd.jupyter.widget-view+json"
+INSTEAD = "(a widget: it is drawn where the notebook runs)"  # of its repr, which is long and says nothing
 
 
 def execute(path: Path, output: Path, *, parameters: dict | None = None, timeout_s: int = 600) -> float:
@@ -78,6 +80,8 @@ def clean(notebook) -> None:
         for output in cell.get("outputs", []):
             if draw and PLOTLY in output.get("data", {}):
                 output.data = {"image/png": png(output.data[PLOTLY])}
+            if WIDGET in output.get("data", {}):
+                output.data["text/plain"] = INSTEAD
 
 
 def png(figure: dict) -> str:

@@ -1,6 +1,7 @@
 """What the training runs in data/results/train.csv show: means over seeds, their intervals, and a plain verdict.
 
-    python -m kv4rl.learning
+    python -m kv4rl.learning          # prints it
+    python -m kv4rl.learning --save   # and keeps the main setting's differences to BF16 as rows, which `compare` shows
 
 Runs are compared within one setting and one machine. Precisions are paired by seed: equal seeds have equal prompts and
 sampling noise, so their difference is less noisy than either score. Intervals are Student's t, 95 %, over seeds.
@@ -18,9 +19,9 @@ import numpy as np
 from kv4rl.config import PRECISIONS, require
 from kv4rl.evaluation.metrics import t_95
 from kv4rl.presets import preset
-from kv4rl.results import RESULTS, latest, read_rows
+from kv4rl.results import RESULTS, latest, read_rows, result_row, write_rows
 from kv4rl.train_rows import CURVES, FILE, START
-from kv4rl.viz.style import PRECISION_NAMES
+from kv4rl.viz.names import PRECISION_NAMES
 
 SCORES = ("reward_last", "accuracy")  # what "falls behind" is judged by, each by itself
 
@@ -76,7 +77,7 @@ def read_runs(*, model: str = "mini-qwen3", directory: Path = RESULTS, file: str
     rows = read_rows(path.resolve(), model=model) if path.exists() else []
     machines: dict[str, dict[str, Setting]] = {}
     for row in rows:
-        if row["arm"] in PRECISIONS:
+        if row["experiment"] in ("train", "curve") and row["arm"] in PRECISIONS:
             seed, setting, update = _parts(row["shape"])
             found = machines.setdefault(setting, {}).setdefault(row["hardware"], {})
             run = found.setdefault(row["arm"], {}).setdefault(seed, Run())
@@ -176,6 +177,29 @@ def verdict(setting: Setting) -> str:
     return "; ".join(said)
 
 
+def deficit_rows(path: Path) -> list[dict[str, str]]:
+    """Rows of the main setting: by how much each precision's runs end below BF16's, paired, in `SCORES`.
+
+    Experiment `learning`, metric `deficit_accuracy` or `deficit_reward_last`, shape the setting; low and high are the
+    95 % interval over n seeds. They carry the machine and the commit of the runs. Empty where there is one seed.
+    """
+    settings = read_runs(file=path)
+    name = main_setting(settings)
+    rows = []
+    for precision, runs in settings[name].items():
+        run = next(iter(runs.values())).row
+        for metric in SCORES:
+            found = paired(settings[name], metric, precision)
+            if precision == "bf16" or found is None or found.seeds < 2:
+                continue
+            row = result_row(
+                experiment="learning", arm=precision, model=run["model"], shape=name or "preset", unit="fraction",
+                metric=f"deficit_{metric}", value=-found.mean, low=-found.high, high=-found.low, n=found.seeds,
+            )  # fmt: skip
+            rows.append(row | {column: run[column] for column in ("hardware", "torch", "commit", "date")})
+    return rows
+
+
 def start_accuracy(*, model: str = "mini-qwen3", directory: Path = RESULTS, file: str | Path = FILE) -> Band | None:
     """Accuracy of the model before training, over the newest machine's seeds; None without its rows."""
     path = directory / file
@@ -209,7 +233,16 @@ def _line(row: Mapping[str, str]) -> str:
 def main(arguments: Sequence[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kv4rl.learning", description=__doc__.split("\n")[0])
     parser.add_argument("--file", type=Path, default=RESULTS / FILE, help="of rows, default data/results/train.csv")
-    print("\n".join(report(parser.parse_args(arguments).file)))
+    parser.add_argument(
+        "--save", action="store_true", help="write the main setting's differences into the file as well"
+    )
+    options = parser.parse_args(arguments)
+    path = options.file.resolve()
+    print("\n".join(report(path)))
+    if options.save:
+        rows = deficit_rows(path)
+        write_rows(path, rows, drop=lambda row: row["experiment"] == "learning")
+        print(f"{len(rows)} rows in {path}")
 
 
 if __name__ == "__main__":

@@ -26,7 +26,7 @@ from kv4rl.viz.training import learning_curves
 README = REPOSITORY / "README.md"
 PAGES = (README, REPOSITORY / "data" / "models" / "mini-qwen3" / "README.md")
 SECONDARY = (  # comparisons that notebook 11 and the page show and the README leaves out
-    "bits per element", "sampler KL of stored", "sampler KL, K and V rotated", "resident KV at", "accuracy after RL",
+    "bits per element", "sampler KL of stored", "sampler KL, K and V rotated", "resident KV at",
 )  # fmt: skip
 
 

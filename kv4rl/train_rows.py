@@ -36,7 +36,8 @@ FIRST, LAST = 3, 5
 FILE = "train.csv"
 START = "start"  # the arm of the model before any update
 UNNAMED = (  # fields that do not name a run: the arm and the model stand in columns, the rest decides no update
-    "model", "tasks", "output_dir", "seed", "device", "evaluate_", "checkpoint_every", "keep_checkpoints",
+    "model", "tasks", "output_dir", "seed", "device", "evaluate_", "checkpoint_every", "keep_checkpoints", "memory",
+    "tensor_parallel",
     "kv.precision", "rollout.seed",
 )  # fmt: skip
 

@@ -3,8 +3,11 @@
 import plotly.graph_objects as go
 import plotly.io
 
+from kv4rl.viz.names import PRECISION_NAMES
+
+__all__ = ["ACCENT", "PRECISION_COLOURS", "PRECISION_NAMES", "use_template"]
+
 PRECISION_COLOURS = {"bf16": "#555555", "kv8": "#0072B2", "kv4": "#D55E00", "kv4rl": "#009E73"}
-PRECISION_NAMES = {"bf16": "BF16", "kv8": "KV8", "kv4": "KV4", "kv4rl": "KV4-RL"}
 ACCENT = "#CC79A7"
 
 

@@ -21,13 +21,23 @@ def test_an_unanswered_comparison_says_so(tmp_path):
 
 
 def test_a_row_is_shown_in_the_papers_unit_with_its_interval(tmp_path):
-    accuracy = result_row(
-        experiment="train", arm="kv4rl", model="mini-qwen3", shape="seed43", metric="accuracy", unit="fraction",
-        value=0.875, low=0.85, high=0.9,
+    lost = result_row(
+        experiment="learning", arm="kv4", model="mini-qwen3", shape="updates=30", metric="deficit_accuracy",
+        unit="fraction", value=0.045, low=0.02, high=0.07, n=3,
     )  # fmt: skip
-    write_rows(tmp_path / "train.csv", [accuracy])
+    write_rows(tmp_path / "train.csv", [lost])
     line = next(line for line in compare(tmp_path) if line["ours"] != ABSENT)
-    assert line["ours"] == "87.5 % [85, 90]" and line["paper"] == "52.8 %"
+    assert line["ours"] == "4.5 points [2, 7]" and line["paper"] == "4.6 points"
+
+
+def test_rows_on_two_gpus_go_before_those_on_one_and_the_model_is_named(tmp_path):
+    def add(model, value):
+        about = {"experiment": "replay", "arm": "kv4", "shape": "4B-300", "metric": "speedup_vs_bf16", "unit": "x"}
+        write_rows(tmp_path / "replay.csv", [result_row(**about, model=model, value=value)])
+        return next(line for line in compare(tmp_path) if line["ours"] != ABSENT)
+
+    assert "qwen3-4b, " in add("qwen3-4b", 2.0)["remark"]
+    assert add("qwen3-4b-tp1", 3.0)["ours"] == "2 x"
 
 
 @pytest.mark.parametrize("item", STORAGE_KL, ids=lambda item: item.published)

@@ -68,6 +68,17 @@ def test_the_verdict_is_read_from_paired_differences(words, tmp_path, capsys):
     )
 
 
+def test_differences_of_the_main_setting_are_kept_as_rows_of_the_runs_machine(words, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        sweep.main(words)
+    learning.main(["--file", str(tmp_path / "train.csv"), "--save"])
+    rows = {(row["arm"], row["metric"]): row for row in read_rows(tmp_path / "train.csv", experiment="learning")}
+    lost = rows["kv4", "deficit_reward_last"]
+    assert float(lost["value"]) == pytest.approx(0.2) and float(lost["low"]) <= 0.2 <= float(lost["high"])
+    assert lost["n"] == "2" and ("kv8", "deficit_accuracy") not in rows
+    assert list(learning.read_runs(file=tmp_path / "train.csv")) == ["updates=8,grpo.learning_rate=0.0003"]
+
+
 def test_one_seed_shows_nothing_and_noise_shows_no_difference():
     assert learning.shows(learning.band([-0.1])) == "nothing: one seed"
     assert learning.shows(learning.band([-0.1, 0.1, 0.05])) == "no difference"

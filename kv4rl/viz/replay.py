@@ -1,0 +1,151 @@
+"""Measured decode steps and collections beside the paper's: Figs. 3b, A2, 4c and A3b,d, 2 and 6a, from stored rows.
+
+Rows of `replay.csv` name the model `qwen3-4b` at TP2 and `qwen3-4b-tp1` on one GPU; the paper's are TP2. Rows of
+`rollout.csv` name it `qwen3-4b` on one GPU and `qwen3-4b-tp2` on two.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+
+import plotly.graph_objects as go
+
+from kv4rl.config import PRECISIONS, KVConfig
+from kv4rl.paper import PUBLISHED, REPLAY_SHAPES
+from kv4rl.theory.roofline import QWEN3_4B, QWEN3_8B
+from kv4rl.theory.step_cost import StepCost
+from kv4rl.viz.style import PRECISION_COLOURS, PRECISION_NAMES
+
+Rows = Sequence[Mapping[str, str]]
+ARMS = {name: (PRECISION_NAMES[name], PRECISION_COLOURS[name]) for name in PRECISIONS[1:]} | {
+    "fp8_kv": ("FlashInfer FP8 KV", "#56B4E9"),
+    "w8a8": ("FP8 W8A8", "#E69F00"),
+    "w4a16": ("W4A16", "#F0E442"),
+}
+PAPER_TP = 2
+WINDOW_ARM = re.compile(r"kv4rl_w(\d+)")
+SHAPES = {"qwen3-4b": QWEN3_4B, "qwen3-8b": QWEN3_8B}
+
+
+def of_model(row: Mapping[str, str]) -> tuple[str, int]:
+    """Model and tensor-parallel size of a replay row: `qwen3-4b-tp1` -> ("qwen3-4b", 1)."""
+    name, _, size = row["model"].partition("-tp")
+    return name, int(size) if size else PAPER_TP
+
+
+def speedups(rows: Rows, metric: str = "speedup_vs_bf16") -> dict[tuple[str, str], dict[str, float]]:
+    """(group of states, model as the rows name it) -> arm -> value of a replay aggregate."""
+    found: dict[tuple[str, str], dict[str, float]] = {}
+    for row in rows:
+        if row["experiment"] == "replay" and row["metric"] == metric:
+            found.setdefault((row["shape"], row["model"]), {})[row["arm"]] = float(row["value"])
+    return found
+
+
+def replay_table(rows: Rows) -> list[dict[str, str]]:
+    """One dict a checkpoint of Table A3 and model: the paper's KV4 beside every arm of ours, in its order."""
+    found = speedups(rows)
+    lines = []
+    for (group, model), arms in sorted(found.items(), key=lambda item: _place(item[0])):
+        if group not in REPLAY_SHAPES:
+            continue
+        published = PUBLISHED.get(f"replay/{group}/kv4")
+        line = {"checkpoint": group, "ours at": f"TP{of_model({'model': model})[1]}"}
+        line["paper KV4, TP2"] = f"{published.value:.2f}x" if published else "drawn only"
+        lines.append(line | {name: f"{arms[arm]:.2f}x" if arm in arms else "-" for arm, (name, _) in ARMS.items()})
+    return lines
+
+
+def _place(key: tuple[str, str]) -> tuple[int, str]:
+    group, model = key
+    return (list(REPLAY_SHAPES).index(group) if group in REPLAY_SHAPES else len(REPLAY_SHAPES)), model
+
+
+def checkpoint_speedups(rows: Rows) -> go.Figure:
+    """Fig. 3b and A2: grouped bars of forward speedups (Eq. A2) a checkpoint; diamonds: the paper's KV4 at TP2."""
+    found = {key: arms for key, arms in speedups(rows).items() if key[0] in REPLAY_SHAPES}
+    keys = sorted(found, key=_place)
+    labels = [f"{group}<br>TP{of_model({'model': model})[1]}" for group, model in keys]
+    figure = go.Figure()
+    for arm, (name, colour) in ARMS.items():
+        values = [found[key].get(arm) for key in keys]
+        if any(values):
+            figure.add_bar(x=labels, y=values, name=name, marker_color=colour)
+    paper = [PUBLISHED.get(f"replay/{group}/kv4") for group, _ in keys]
+    marker = {"symbol": "diamond", "size": 12, "color": "black"}
+    figure.add_scatter(
+        x=labels, y=[item and item.value for item in paper], mode="markers", name="KV4, paper", marker=marker
+    )
+    figure.add_hline(y=1, line={"dash": "dash", "width": 1})
+    figure.update_yaxes(title_text="decode step, speedup over BF16", rangemode="tozero")
+    figure.update_layout(barmode="group", height=420, width=980, legend={"orientation": "h", "y": 1.15})
+    return figure
+
+
+def window_speedups(rows: Rows) -> list[dict[str, str]]:
+    """Fig. A3b,d as a table: heterogeneous states, speedup of each recent width and its share of KV4's throughput."""
+    lines, kept = [], speedups(rows, "retention_vs_kv4")
+    for (group, model), arms in speedups(rows).items():
+        if not group.startswith("ragged"):
+            continue
+        for width, arm in sorted((int(found[1]), arm) for arm in arms if (found := WINDOW_ARM.fullmatch(arm))):
+            line = {"states": group, "ours at": f"TP{of_model({'model': model})[1]}", "recent positions": str(width)}
+            line["speedup over BF16"] = f"{arms[arm]:.2f}x"
+            share = kept.get((group, model), {}).get(arm)
+            line["share of KV4's throughput"] = f"{share:.1%}" if share else "-"
+            paper = PUBLISHED[f"ragged/{group[-2:].lower()}/retention_vs_kv4"].value if width == 128 else None
+            lines.append(line | {"paper's share": f"{paper:g}%" if paper else ""})
+    return lines
+
+
+def window_figure(rows: Rows) -> go.Figure:
+    """Fig. A3b,d: speedup over BF16 against the recent width; dotted: KV4 without protection; star: the paper's."""
+    figure = go.Figure()
+    colours = {"ragged-4B": PRECISION_COLOURS["kv4rl"], "ragged-8B": PRECISION_COLOURS["kv8"]}
+    for (group, model), arms in speedups(rows).items():
+        points = sorted((int(found[1]), value) for arm, value in arms.items() if (found := WINDOW_ARM.fullmatch(arm)))
+        if not points or group not in colours:
+            continue
+        name, line = f"{group[-2:]}, TP{of_model({'model': model})[1]}", {"color": colours[group], "width": 3}
+        x, y = zip(*points, strict=True)
+        figure.add_scatter(x=x, y=y, name=f"KV4-RL, {name}", mode="lines+markers", line=line)
+        if "kv4" in arms:
+            dotted = {"color": colours[group], "dash": "dot"}
+            figure.add_scatter(x=[x[0], x[-1]], y=[arms["kv4"]] * 2, name=f"KV4, {name}", mode="lines", line=dotted)
+    published = PUBLISHED["ragged/4b/kv4rl"]
+    marker = {"symbol": "star", "size": 14, "color": "black"}
+    figure.add_scatter(x=[128], y=[published.value], mode="markers", name="paper, 4B at 128, TP2", marker=marker)
+    figure.update_xaxes(title_text="recent positions in INT8", type="log", tickvals=[16, 32, 64, 128, 256, 512])
+    figure.update_yaxes(title_text="speedup over BF16")
+    figure.update_layout(height=400, width=900)
+    return figure
+
+
+def predicted_and_measured(rows: Rows) -> go.Figure:
+    """Milliseconds of a decode step at Table A3's states: `StepCost` against the replay, one dot a state and format."""
+    figure, largest = go.Figure(), 1.0
+    for precision in PRECISIONS:
+        points = []
+        for row in rows:
+            group, _, name = row["shape"].partition("/")
+            timed = row["experiment"] == "replay" and row["metric"] == "decode_replay_ms" and row["arm"] == precision
+            if timed and group in REPLAY_SHAPES:
+                points.append((predicted_ms(row), float(row["value"]), f"{row['model']}, {group}, {name}"))
+        if points:
+            x, y, text = zip(*points, strict=True)
+            largest = max(largest, *x, *y)
+            marker = {"color": PRECISION_COLOURS[precision], "size": 8}
+            figure.add_scatter(x=x, y=y, text=text, mode="markers", name=PRECISION_NAMES[precision], marker=marker)
+    line = {"color": "#888888", "dash": "dash", "width": 1}
+    figure.add_scatter(x=[0, largest], y=[0, largest], mode="lines", line=line, showlegend=False, hoverinfo="skip")
+    figure.update_xaxes(title_text="predicted from rates, ms")
+    figure.update_yaxes(title_text="measured, ms")
+    figure.update_layout(height=460, width=640)
+    return figure
+
+
+def predicted_ms(row: Mapping[str, str]) -> float:
+    """What `StepCost` says of the state of a replay row."""
+    model, parallel = of_model(row)
+    batch, context = (int(part) for part in row["shape"].partition("/")[2].split("x"))
+    cost = StepCost(SHAPES[model], KVConfig(row["arm"]), tensor_parallel=parallel)
+    return float(cost(batch, batch * context))

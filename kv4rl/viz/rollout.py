@@ -1,0 +1,60 @@
+"""Collections measured on a real engine with forced lengths (Figs. 2, 6a, A6a), from rows of `bench rollout`."""
+
+from collections.abc import Mapping, Sequence
+
+from kv4rl.config import PRECISIONS
+from kv4rl.paper import PUBLISHED
+
+Rows = Sequence[Mapping[str, str]]
+
+
+def _cells(rows: Rows) -> dict[tuple[str, str, str], dict[str, float]]:
+    """(fit, model, arm) -> metric -> value, of the rows of experiment `rollout`."""
+    found: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in rows:
+        if row["experiment"] == "rollout":
+            found.setdefault((row["shape"], row["model"], row["arm"]), {})[row["metric"]] = float(row["value"])
+    return found
+
+
+def collection_rows(rows: Rows) -> list[dict[str, str]]:
+    """One dict a fit, model and precision: seconds of a collection under one budget, and where its speedup is from."""
+    lines, order = [], {name: place for place, name in enumerate(PRECISIONS)}
+    found = {key: cells for key, cells in _cells(rows).items() if key[2] in order and "cache_pages" in cells}
+    for (shape, model, arm), cells in sorted(found.items(), key=lambda item: (item[0][:2], order[item[0][2]])):
+        line = {"lengths": shape, "model": model, "cache": arm, "pages": f"{cells['cache_pages']:,.0f}"}
+        line |= {"collection, s": f"{cells['collection_s']:.1f}", "tokens/s": f"{cells['decode_tokens_per_s']:,.0f}"}
+        names = {
+            "over BF16": "speedup_vs_bf16",
+            "execution": "speedup_at_bf16_pages",
+            "capacity": "speedup_of_capacity",
+        }
+        lines.append(line | {name: f"{cells[key]:.2f}x" if key in cells else "-" for name, key in names.items()})
+    return lines
+
+
+def scheduler_rows(rows: Rows) -> list[dict[str, str]]:
+    """One dict a measured fit and ratio of Fig. 2: partial over synchronous on the engine, beside the paper's."""
+    lines = []
+    for (shape, model, arm), cells in _cells(rows).items():
+        if arm != "partial_over_sync":
+            continue
+        for metric, value in cells.items():
+            published = PUBLISHED.get(f"trace/{shape.lower()}/{metric}")
+            line = {"lengths": shape, "model": model, "ratio": metric, "measured": f"{value:.2f}"}
+            lines.append(line | {"paper": f"{published.value:g}" if published else "drawn only"})
+    return lines
+
+
+def today_rows(rows: Rows) -> list[dict[str, str]]:
+    """One dict a model, shape and arm of `today.csv`: tokens a second and the ratio to transformers' `generate`."""
+    found: dict[tuple[str, str, str], dict[str, float]] = {}
+    for row in rows:
+        found.setdefault((row["model"], row["shape"], row["arm"]), {})[row["metric"]] = float(row["value"])
+    lines = []
+    for (model, shape, arm), cells in found.items():
+        line = {"model": model, "prompts x tokens + new": shape, "engine": arm}
+        line["tokens/s"] = f"{cells['tokens_per_s']:,.0f}"
+        ratio = cells.get("speedup_vs_generate")
+        lines.append(line | {"over generate": f"{ratio:.1f}x" if ratio else "-"})
+    return lines
