@@ -5,6 +5,7 @@ with virtual memory: its pages can go and come back while the addresses stay. Wi
 back, and a sentence says so once.
 """
 
+import ctypes
 from collections.abc import Iterator
 from contextlib import contextmanager
 from functools import cache
@@ -16,6 +17,7 @@ from kv4rl.attention.backends import explain
 from kv4rl.cache.kv_cache import KVCache
 
 _numbers = count()
+_kept: set[tuple] = set()
 
 
 class CacheMemory:
@@ -47,6 +49,7 @@ class CacheMemory:
             return
         with torch.cuda.device(self._device), self._saver.region(tag=self._tag):
             yield
+        _keep_pools(self._saver)
 
     def release(self, cache: KVCache) -> int:
         """Give the cache's memory back; bytes that this frees. RuntimeError while pages are held (miles #1335)."""
@@ -72,6 +75,14 @@ class CacheMemory:
         for tensor in (cache.main.storage, side.k_codes, side.v_codes, side.k_scale, side.v_scale):
             tensor.zero_()
         torch.cuda.synchronize(self._device)
+
+
+def _keep_pools(saver) -> None:
+    """Never destroy torch-memory-saver's pools: a free outside its regions, as at exit, ends the process."""
+    for key, pool in saver._impl._mem_pools.items():
+        if key not in _kept:
+            _kept.add(key)
+            ctypes.pythonapi.Py_IncRef(ctypes.py_object(pool))
 
 
 @cache

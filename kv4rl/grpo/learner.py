@@ -10,6 +10,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from kv4rl.config import GRPOConfig, require
 from kv4rl.grpo.advantage import group_advantages
 from kv4rl.grpo.balance import balanced
+from kv4rl.grpo.host_memory import HostMemory
 from kv4rl.grpo.logprobs import MAX_LOGITS, token_logprobs
 from kv4rl.grpo.loss import LossStats, grpo_loss, unclipped_tis_weights
 from kv4rl.grpo.masters import MasterWeights, cast_copy, compute_dtype
@@ -112,13 +113,18 @@ class GRPOLearner:
         predicting = hidden.index_select(0, batch.predicting_rows)
         return token_logprobs(decoder, predicting, batch.targets, entropy=entropy, max_logits=self._max_logits)
 
-    def state(self, *, whole: bool = True) -> dict:
-        """Masters (FP32 on CPU), optimizer state and the number of updates made; the same for any number of ranks.
+    def state(self, host: HostMemory | None = None, *, whole: bool = True) -> dict:
+        """Masters (FP32), optimizer state and the number of updates made; the same for any number of ranks.
 
-        A collective. A rank that does not want the tensors (`whole` False) takes part and holds none of them.
+        A collective. The tensors are copies in `host` (default: memory of their own), overwritten by the next `state`
+        into it. A rank that does not want them (`whole` False) takes part and holds none.
         """
-        optimizer = self.weights.optimizer_state(self._optimizer, whole=whole)
-        return {"weights": self.weights.state(whole=whole), "optimizer": optimizer, "updates": self.updates}
+        host = (host or HostMemory(pinned=False)) if whole else None
+        optimizer = self.weights.optimizer_state(self._optimizer, host)
+        weights = self.weights.state(host)
+        if host is not None:
+            host.wait()
+        return {"weights": weights, "optimizer": optimizer, "updates": self.updates}
 
     def load_state(self, state: dict) -> None:
         """Continue from `state()`."""

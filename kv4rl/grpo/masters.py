@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 import torch
 
 from kv4rl.config import require
+from kv4rl.grpo.host_memory import HostMemory
 from kv4rl.grpo.offload import Movable
 
 
@@ -40,6 +41,12 @@ def require_same_names_and_shapes(weights: Mapping[str, torch.Tensor], masters: 
         require(given == shape, f"shape of {name}", given, f"{shape}")
 
 
+def copied_state(state: Mapping[int, Mapping], host: HostMemory) -> dict:
+    """An optimizer's "state" with its tensors copied to `host`."""
+    copy = lambda name, value: host.copy(name, value) if isinstance(value, torch.Tensor) else value
+    return {n: {name: copy(f"{name}.{n}", value) for name, value in entry.items()} for n, entry in state.items()}
+
+
 class MasterWeights:
     """FP32 parameters for the optimizer, and `decoder`, which computes with them in the compute dtype.
 
@@ -67,11 +74,9 @@ class MasterWeights:
         for name, parameter in self.decoder.named_parameters():
             yield name, parameter.detach()
 
-    def state(self, *, whole: bool = True) -> dict[str, torch.Tensor]:
-        """Copies of the masters, FP32 on CPU; empty unless `whole`."""
-        if not whole:
-            return {}
-        return {name: master.detach().to("cpu", copy=True) for name, master in self._masters.items()}
+    def state(self, host: HostMemory | None) -> dict[str, torch.Tensor]:
+        """Copies of the masters, FP32, in `host`; empty without it."""
+        return {} if host is None else {name: host.copy(f"master.{name}", p) for name, p in self._masters.items()}
 
     def load_state(self, weights: dict[str, torch.Tensor]) -> None:
         """Set the masters. Raises ValueError where a name or a shape is not the decoder's."""
@@ -89,10 +94,10 @@ class MasterWeights:
             if parameter is not self._masters[name]:
                 yield Movable(f"compute.{name}", parameter, "derived")
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer, *, whole: bool = True) -> dict:
-        """The state of the optimizer of these masters; without tensors unless `whole`."""
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, host: HostMemory | None) -> dict:
+        """The state of the optimizer of these masters, copied to `host`; without tensors if there is none."""
         state = optimizer.state_dict()
-        return state if whole else {**state, "state": {}}
+        return {**state, "state": {} if host is None else copied_state(state["state"], host)}
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict) -> None:
         """Continue from `optimizer_state`."""

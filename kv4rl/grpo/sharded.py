@@ -8,6 +8,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, fully_shard
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 from kv4rl.config import require
+from kv4rl.grpo.host_memory import HostMemory
 from kv4rl.grpo.masters import require_float32, require_same_names_and_shapes
 from kv4rl.grpo.offload import Movable
 
@@ -51,9 +52,9 @@ class ShardedWeights:
             finally:
                 module.reshard()
 
-    def state(self, *, whole: bool = True) -> dict[str, torch.Tensor]:
-        """Copies of the whole masters, FP32 on CPU; empty where not `whole`: that rank only takes part."""
-        return _gathered(dict(self.decoder.named_parameters()), whole)
+    def state(self, host: HostMemory | None) -> dict[str, torch.Tensor]:
+        """Copies of the whole masters, FP32, in `host`; empty without it: that rank only takes part."""
+        return _gathered(dict(self.decoder.named_parameters()), host, "master.{}")
 
     def load_state(self, weights: dict[str, torch.Tensor]) -> None:
         """Set the masters from whole tensors. Raises ValueError where a name or a shape is not the decoder's."""
@@ -69,10 +70,10 @@ class ShardedWeights:
         for name, master in self.decoder.named_parameters():
             yield Movable(f"master.{name}", master)
 
-    def optimizer_state(self, optimizer: torch.optim.Optimizer, *, whole: bool = True) -> dict:
-        """The state that the optimizer of unsharded masters would have, on the CPU; `whole` as in `state`."""
+    def optimizer_state(self, optimizer: torch.optim.Optimizer, host: HostMemory | None) -> dict:
+        """The state that the optimizer of unsharded masters would have; `host` as in `state`."""
         state = optimizer.state_dict()
-        return {**state, "state": {number: _gathered(entry, whole) for number, entry in state["state"].items()}}
+        return {**state, "state": {n: _gathered(entry, host, f"{{}}.{n}") for n, entry in state["state"].items()}}
 
     def load_optimizer_state(self, optimizer: torch.optim.Optimizer, state: dict) -> None:
         """Continue from `optimizer_state`, whatever the number of ranks it was saved by."""
@@ -87,13 +88,13 @@ class ShardedWeights:
         """Nothing to do: the next forward gathers the masters as they are."""
 
 
-def _gathered(values: dict, whole: bool) -> dict:
-    """Shards made whole, one at a time, tensors copied to the CPU; empty on a rank that does not keep them."""
+def _gathered(values: dict, host: HostMemory | None, naming: str) -> dict:
+    """Shards made whole, one at a time, and copied to `host`; empty on a rank without it."""
     kept = {}
     for name, value in values.items():
         value = value.detach().full_tensor() if isinstance(value, DTensor) else value
-        if whole:
-            kept[name] = value.to("cpu", copy=True) if isinstance(value, torch.Tensor) else value
+        if host is not None:
+            kept[name] = host.copy(naming.format(name), value) if isinstance(value, torch.Tensor) else value
     return kept
 
 

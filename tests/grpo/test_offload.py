@@ -4,15 +4,16 @@ import pytest
 import torch
 
 from kv4rl.config import GRPOConfig
-from kv4rl.grpo import offload
+from kv4rl.grpo import host_memory
+from kv4rl.grpo.host_memory import HostMemory
 from kv4rl.grpo.learner import GRPOLearner
 from kv4rl.grpo.offload import Movable, Offloader
 
 
 @pytest.fixture
 def small_slabs(monkeypatch):
-    """Tensors cross the ends of slabs."""
-    monkeypatch.setattr(offload, "SLAB", 64)
+    """Several slabs are needed."""
+    monkeypatch.setattr(host_memory, "SLAB", 256)
 
 
 def test_storages_are_empty_while_away_and_come_back_bit_for_bit(small_slabs):
@@ -33,13 +34,13 @@ def test_state_is_copied_each_time_frozen_once_and_derived_never(small_slabs):
     movables = [Movable("s", state), Movable("f", frozen, "frozen"), Movable("d", derived, "derived")]
     offloader = Offloader(pinned=False)
     offloader.offload(movables)
-    slabs = len(offloader._slabs)
+    allocated = offloader._host.nbytes
     offloader.restore()
     for tensor in (state, frozen, derived):
         tensor.fill_(2)
     offloader.offload(movables)
     offloader.restore()
-    assert len(offloader._slabs) == slabs
+    assert offloader._host.nbytes == allocated
     assert (state == 2).all() and (frozen == 1).all() and derived.shape == (9,)
 
 
@@ -73,3 +74,14 @@ def test_masters_moments_and_the_reference_may_leave(tiny_decoder, make_groups):
     count = len(learner.weights.parameters())
     for expected in (("master", "state"), ("exp_avg", "state"), ("exp_avg_sq", "state"), ("reference", "frozen")):
         assert kinds.count(expected) == count
+
+
+def test_names_share_slabs_and_keep_their_memory(small_slabs):
+    host = HostMemory(pinned=False)
+    tensors = {str(i): torch.randn(size) for i, size in enumerate((5, 1, 30, 7, 200, 3))}
+    copies = {name: host.copy(name, tensor) for name, tensor in tensors.items()}
+    assert all(torch.equal(copies[name], tensor) for name, tensor in tensors.items())
+    assert sum(tensor.nbytes for tensor in tensors.values()) <= host.nbytes <= 4096
+    again, total = host.copy("2", torch.zeros(30)), host.nbytes
+    assert again.data_ptr() == copies["2"].data_ptr() and not copies["2"].any() and host.nbytes == total
+    assert host.copy("2", torch.ones(31)).data_ptr() != again.data_ptr()
