@@ -147,27 +147,32 @@ def schedulers(setting: Setting) -> dict[str, Outcome]:
     return {name: run(setting, name, "bf16", pages) for name in COLLECTORS}
 
 
-def precisions(setting: Setting, names: Sequence[str]) -> dict[tuple[str, str], Outcome]:
+def precisions(
+    setting: Setting, names: Sequence[str], pages: Sequence[str] = ("own", "bf16")
+) -> dict[tuple[str, str], Outcome]:
     """(precision, "own pages" or "bf16 pages") -> outcome of partial collection under one budget."""
     shared, found = setting.pages("bf16"), {}
     for name in names:
-        found[name, "own pages"] = run(setting, "partial", name, setting.pages(name))
-        if name != "bf16":
+        if "own" in pages or name == "bf16":
+            found[name, "own pages"] = run(setting, "partial", name, setting.pages(name))
+        if "bf16" in pages and name != "bf16":
             found[name, "bf16 pages"] = run(setting, "partial", name, shared)
     return found
 
 
 def gains(found: dict[tuple[str, str], Outcome]) -> dict[str, dict[str, float]]:
-    """precision -> collection speedups over BF16: together, at BF16's pages, and what the pages add."""
+    """precision -> collection speedups over BF16: together, at BF16's pages, and what the pages add, as far as run."""
     total = {key: sum(outcome.seconds) for key, outcome in found.items()}
     if ("bf16", "own pages") not in total:
         return {}
-    base, made = total["bf16", "own pages"], {}
-    for name in (name for name, pages in found if pages == "bf16 pages"):
-        both, execution = (base / total[name, pages] for pages in ("own pages", "bf16 pages"))
-        made[name] = {
-            "speedup_vs_bf16": both, "speedup_at_bf16_pages": execution, "speedup_of_capacity": both / execution,
-        }  # fmt: skip
+    made: dict[str, dict[str, float]] = {}
+    for (name, pages), seconds in total.items():
+        if name != "bf16":
+            metric = "speedup_vs_bf16" if pages == "own pages" else "speedup_at_bf16_pages"
+            made.setdefault(name, {})[metric] = total["bf16", "own pages"] / seconds
+    for values in made.values():
+        if len(values) == 2:
+            values["speedup_of_capacity"] = values["speedup_vs_bf16"] / values["speedup_at_bf16_pages"]
     return made
 
 
@@ -245,6 +250,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--device", default="cuda" if cuda else "cpu")
     parser.add_argument("--parts", nargs="+", default=["schedulers", "precisions"])
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
+    parser.add_argument("--pages", nargs="+", default=["own", "bf16"], choices=("own", "bf16"), help="page counts")
     parser.add_argument("--out", default="rollout.csv", help="CSV under data/results, or a path")
     return parser.parse_args(arguments)
 
@@ -258,7 +264,7 @@ def measure(options: argparse.Namespace, name: str, setting: Setting, say) -> tu
     traces = schedulers(setting) if "schedulers" in options.parts else {}
     if traces:
         say(table(shape, traces))
-    found = precisions(setting, options.precisions) if "precisions" in options.parts else {}
+    found = precisions(setting, options.precisions, options.pages) if "precisions" in options.parts else {}
     if found:
         say(table(shape, found))
     model = options.model if options.tp == 1 else f"{options.model}-tp{options.tp}"
