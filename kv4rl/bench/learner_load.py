@@ -1,19 +1,16 @@
 """What a timed learner is fed and held against: groups of forced lengths, random rewards, the dense BF16 rate."""
 
 import random
-import time
 
 import numpy as np
 import torch
 
-from kv4rl.bench.timing import graph_ms
 from kv4rl.engine.request import Request
+from kv4rl.metrics import Timers
 from kv4rl.model.decoder import Decoder
 from kv4rl.rollout.forced import RandomPrompts
 from kv4rl.rollout.group import PromptGroup
 from kv4rl.rollout.workload import Workload
-
-MATMUL = 8192  # rows and columns of the products that the dense rate is measured with
 
 
 def synthetic_groups(workload: Workload, vocabulary: int, tokens: int, *, eos: int, seed: int = 0) -> list[PromptGroup]:
@@ -57,15 +54,13 @@ def multiplied_parameters(decoder: Decoder) -> int:
 
 def dense_flops_per_s(device: torch.device) -> float:
     """FLOP/s of large square products: BF16 on CUDA, smaller ones in FP32 on a CPU."""
-    size, dtype = (MATMUL, torch.bfloat16) if device.type == "cuda" else (256, torch.float32)
-    a, b, out = (torch.ones(size, size, dtype=dtype, device=device) for _ in range(3))
+    size, dtype, times = (8192, torch.bfloat16, 20) if device.type == "cuda" else (256, torch.float32, 5)
+    generator = torch.Generator(device).manual_seed(0)
+    a, b = (torch.randn(size, size, dtype=dtype, device=device, generator=generator) for _ in range(2))
+    out, timers = a @ b, Timers(device)
     if device.type == "cuda":
-        a.normal_()
-        b.normal_()
-        seconds = graph_ms(lambda layer: torch.mm(a, b, out=out), 20, replays=5) * 1e-3
-    else:
-        started = time.perf_counter()
-        for _ in range(5):
+        torch.cuda.synchronize(device)
+    with timers("products"):
+        for _ in range(times):
             torch.mm(a, b, out=out)
-        seconds = (time.perf_counter() - started) / 5
-    return 2 * size**3 / seconds
+    return 2 * size**3 * times / timers.seconds["products"]
