@@ -1,5 +1,6 @@
 // write_kv: one launch a layer turns the step's q, k, v (after RoPE and QK-norm) into what decode reads: prepared INT8
-// queries, packed pages, side entries. One warp per (token, head) vector; any of q and (k, v) may be absent.
+// queries, packed pages, side entries. Half a warp per (token, head) vector: what does not depend on the vector is done once
+// for two heads. Any of q and (k, v) may be absent.
 // Same formulas, rounding and order of operations as kv4rl/formats: the stored bits are the reference's.
 #include <cuda_bf16.h>
 
@@ -32,14 +33,33 @@ struct WriteArguments {
 };
 
 constexpr int kD = HEAD_DIM;
-constexpr int kEach = kD / kWarp;  // consecutive channels of a lane
-constexpr int kWriteWarps = 8;
+constexpr int kTeam = kWarp / 2;   // lanes of one vector
+constexpr int kEach = kD / kTeam;  // consecutive channels of a lane
+constexpr int kWriteWarps = 4;
 constexpr float kFp16Max = 65504.0f;
 constexpr float kExtreme = 1e38f;  // keeps high - low finite, as formats/affine.py
 
 struct Vector {
   float x[kEach];
 };
+
+struct Codes {
+  uint8_t c[kEach];
+};
+
+// Which vector a lane works on: one of two heads of a token, both of q, of k or of v.
+struct Lane {
+  int in_team;
+  int head;
+  bool stores;  // false where there is no second head: it repeats the first and stores nothing
+};
+
+template <class T, class Combine>
+__device__ __forceinline__ T over_team(T x, Combine combine) {
+#pragma unroll
+  for (int lanes = kTeam / 2; lanes > 0; lanes /= 2) x = combine(x, __shfl_xor_sync(~0u, x, lanes));
+  return x;
+}
 
 template <class T>
 __device__ __forceinline__ Vector load_as(void const* base, int64_t at, int lane) {
@@ -61,7 +81,7 @@ __device__ __forceinline__ Vector load_vector(void const* base, int type, int64_
 // x H, largest stride first, as formats/hadamard.py: across lanes, then inside one.
 __device__ __forceinline__ void rotate(Vector& y, int lane) {
 #pragma unroll
-  for (int lanes = kWarp / 2; lanes > 0; lanes /= 2) {
+  for (int lanes = kTeam / 2; lanes > 0; lanes /= 2) {
     float const sign = lane & lanes ? -1.0f : 1.0f;
 #pragma unroll
     for (int i = 0; i < kEach; ++i) y.x[i] = fmaf(sign, y.x[i], __shfl_xor_sync(~0u, y.x[i], lanes));
@@ -102,10 +122,6 @@ __device__ __forceinline__ int code(float quotient, int low, int high) {
   return min(max(__float2int_rn(quotient), low), high);
 }
 
-struct Codes {
-  uint8_t c[kEach];
-};
-
 __device__ __forceinline__ Codes symmetric(Vector const& y, float step) {
   Divider const by = divide_by(step);
   Codes codes;
@@ -119,7 +135,7 @@ __device__ __forceinline__ float largest(Vector const& y) {
   unsigned amax = 0;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) amax = max(amax, __float_as_uint(fabsf(y.x[i])));
-  return __uint_as_float(__reduce_max_sync(~0u, amax));
+  return __uint_as_float(over_team(amax, [](unsigned a, unsigned b) { return max(a, b); }));
 }
 
 // Floats as integers of the same order, NaN at the ends; its own inverse.
@@ -132,8 +148,8 @@ __device__ __forceinline__ Codes affine(Vector const& y, __half2& metadata) {
     int const x = ordered(__float_as_int(y.x[i]));
     least = min(least, x), most = max(most, x);
   }
-  float low = __int_as_float(ordered(__reduce_min_sync(~0u, least)));
-  float high = __int_as_float(ordered(__reduce_max_sync(~0u, most)));
+  float low = __int_as_float(ordered(over_team(least, [](int a, int b) { return min(a, b); })));
+  float high = __int_as_float(ordered(over_team(most, [](int a, int b) { return max(a, b); })));
   bool const nan = low != low || high != high;
   low = nan ? NAN : fminf(fmaxf(low, -kExtreme), kExtreme);
   high = fminf(fmaxf(high, -kExtreme), kExtreme);
@@ -155,11 +171,11 @@ __device__ __forceinline__ void store_row(uint8_t* row, Codes const& codes, int 
   *reinterpret_cast<Pack*>(row + lane * kEach) = Pack{codes};
 }
 
-// The token's codes into fragment order (packing.py); `row` is the warp's shared copy of them.
+// The token's codes into fragment order (packing.py); `row` is the team's shared copy of them.
 __device__ __forceinline__ void scatter_k(uint8_t* chunk, uint8_t const* row, int token, int lane, bool int8) {
   uint32_t const* words = reinterpret_cast<uint32_t const*>(row);
   int const g = token % 8, i0 = token / 8;
-  for (int i = lane; i < (int8 ? kD / 4 : kD / 8); i += kWarp) {
+  for (int i = lane; i < (int8 ? kD / 4 : kD / 8); i += kTeam) {
     int const i1 = i % 2, x = int8 ? i / 2 % 2 : 0, rest = i / (int8 ? 4 : 2), t = rest % 4, s = rest / 4;
     int const first = 16 * s + 4 * t + 2 * x + i1;
     uint32_t const word = int8 ? words[first] : words[first] | words[first + 2] << 4;
@@ -170,7 +186,7 @@ __device__ __forceinline__ void scatter_k(uint8_t* chunk, uint8_t const* row, in
 
 __device__ __forceinline__ void scatter_v(uint8_t* codes, uint8_t const* row, int token, int lane, bool int8) {
   int const hi = token / 8, t = token / 2 % 4, q = token % 2;
-  for (int i = lane; i < (int8 ? kD : kD / 2); i += kWarp) {
+  for (int i = lane; i < (int8 ? kD : kD / 2); i += kTeam) {
     if (int8) {
       int const g = i / (kD / 8), r = i % (kD / 8);
       codes[r / 4 * 512 + (4 * g + t) * 16 + r / 2 % 2 * 8 + hi * 4 + r % 2 * 2 + q] = row[i];
@@ -182,25 +198,28 @@ __device__ __forceinline__ void scatter_v(uint8_t* codes, uint8_t const* row, in
 }
 
 __device__ __forceinline__ void copy_row(void* to, void const* from, int bytes, int lane) {
-  for (int i = lane; i < bytes / 4; i += kWarp) static_cast<uint32_t*>(to)[i] = static_cast<uint32_t const*>(from)[i];
+  for (int i = lane; i < bytes / 4; i += kTeam) static_cast<uint32_t*>(to)[i] = static_cast<uint32_t const*>(from)[i];
 }
 
-__device__ __forceinline__ void write_query(WriteArguments const& a, int token, int head, int lane) {
+__device__ __forceinline__ void write_query(WriteArguments const& a, int token, Lane const& my) {
+  int64_t const from = token * a.q_stride + my.head * kD, to = int64_t(token) * a.query_heads + my.head;
   if (a.precision == kPlain) {  // 16-bit elements as they are (QueryElements)
-    uint16_t const* from = static_cast<uint16_t const*>(a.q) + token * a.q_stride + head * kD;
-    return copy_row(a.query + (int64_t(token) * a.query_heads + head) * (2 * kD + 16), from, 2 * kD, lane);
+    if (my.stores)
+      copy_row(a.query + to * (2 * kD + 16), static_cast<uint16_t const*>(a.q) + from, 2 * kD, my.in_team);
+    return;
   }
-  Vector y = load_vector(a.q, a.input_type, token * a.q_stride + head * kD, lane);
-  rotate(y, lane);
+  Vector y = load_vector(a.q, a.input_type, from, my.in_team);
+  rotate(y, my.in_team);
   float const scale = __fdiv_rn(largest(y), 127.0f);
   Codes const codes = symmetric(y, scale);
   int sum = 0;
 #pragma unroll
   for (int i = 0; i < kEach; ++i) sum += static_cast<int8_t>(codes.c[i]);
-  sum = __reduce_add_sync(~0u, sum);
-  uint8_t* row = a.query + (int64_t(token) * a.query_heads + head) * kQueryRow<kD>;
-  store_row(row, codes, lane);
-  if (lane == 0) *reinterpret_cast<QueryTail*>(row + kD) = {scale, static_cast<float>(sum)};
+  sum = over_team(sum, [](int a, int b) { return a + b; });
+  if (!my.stores) return;
+  uint8_t* row = a.query + to * kQueryRow<kD>;
+  store_row(row, codes, my.in_team);
+  if (my.in_team == 0) *reinterpret_cast<QueryTail*>(row + kD) = {scale, static_cast<float>(sum)};
 }
 
 // Where a token goes, read in one go and before anything that depends on it: under load a read takes a microsecond.
@@ -222,33 +241,35 @@ __device__ __forceinline__ Place read_place(WriteArguments const& a, int token) 
   return at;
 }
 
-__device__ __forceinline__ void write_side(WriteArguments const& a, Vector const& y, Place const& place, int head,
-                                           bool is_v, int lane) {
+__device__ __forceinline__ void write_side(WriteArguments const& a, Vector const& y, Place const& place, bool is_v,
+                                           Lane const& my) {
   __half const scale = saturate(__fdiv_rn(largest(y), 127.0f));
-  int64_t const at = (int64_t(place.slot) * a.kv_heads + head) * a.entries + place.entry;
-  store_row((is_v ? a.side_v : a.side_k) + at * kD, symmetric(y, __half2float(scale)), lane);
-  if (lane == 0) (is_v ? a.side_v_scale : a.side_k_scale)[at] = scale;
+  if (!my.stores) return;
+  int64_t const at = (int64_t(place.slot) * a.kv_heads + my.head) * a.entries + place.entry;
+  store_row((is_v ? a.side_v : a.side_k) + at * kD, symmetric(y, __half2float(scale)), my.in_team);
+  if (my.in_team == 0) (is_v ? a.side_v_scale : a.side_k_scale)[at] = scale;
 }
 
-// One key or value vector into its page.
+// A key or value vector into its page, by way of `row` in shared memory.
 __device__ __forceinline__ void write_page(WriteArguments const& a, Vector const& y, uint8_t* chunk, uint8_t* row,
-                                           int token, bool is_v, int lane) {
+                                           int token, bool is_v, Lane const& my) {
   bool const int8 = a.precision == kInt8;
   __half2 metadata;
   if (int8) {
     metadata = __half2half2(saturate(__fdiv_rn(largest(y), 127.0f)));
-    store_row(row, symmetric(y, __low2float(metadata)), lane);
+    store_row(row, symmetric(y, __low2float(metadata)), my.in_team);
   } else {
-    store_row(row, affine(y, metadata), lane);
+    store_row(row, affine(y, metadata), my.in_team);
   }
   __syncwarp();
+  if (!my.stores) return;
   uint8_t* numbers = chunk + (int8 ? Int8Chunk<kD>::metadata : Int4Chunk<kD>::metadata);
-  if (lane == 0 && int8) reinterpret_cast<__half*>(numbers)[2 * token + is_v] = __low2half(metadata);
-  if (lane == 0 && !int8) reinterpret_cast<__half2*>(numbers)[2 * token + is_v] = metadata;
+  if (my.in_team == 0 && int8) reinterpret_cast<__half*>(numbers)[2 * token + is_v] = __low2half(metadata);
+  if (my.in_team == 0 && !int8) reinterpret_cast<__half2*>(numbers)[2 * token + is_v] = metadata;
   if (is_v)
-    scatter_v(chunk + (int8 ? Int8Chunk<kD>::v_codes : Int4Chunk<kD>::v_codes), row, token, lane, int8);
+    scatter_v(chunk + (int8 ? Int8Chunk<kD>::v_codes : Int4Chunk<kD>::v_codes), row, token, my.in_team, int8);
   else
-    scatter_k(chunk, row, token, lane, int8);
+    scatter_k(chunk, row, token, my.in_team, int8);
 }
 
 __device__ __forceinline__ void write_plain(WriteArguments const& a, void const* source, int64_t at, int64_t chunk,
@@ -259,44 +280,54 @@ __device__ __forceinline__ void write_plain(WriteArguments const& a, void const*
   copy_row(to, from, kD * size, lane);
 }
 
-__device__ __forceinline__ void write_key_value(WriteArguments const& a, uint8_t* row, int token, int head, bool is_v,
-                                                int lane) {
+__device__ __forceinline__ void write_key_value(WriteArguments const& a, uint8_t* row, int token, bool is_v,
+                                                Lane const& my) {
   Place const place = read_place(a, token);
   void const* source = is_v ? a.v : a.k;
-  int64_t const at = token * (is_v ? a.v_stride : a.k_stride) + head * kD;
-  int const in_page = place.offset;
-  int64_t const chunk = place.page * a.kv_heads + head;
+  int64_t const at = token * (is_v ? a.v_stride : a.k_stride) + my.head * kD;
+  int64_t const chunk = place.page * a.kv_heads + my.head;
   if (a.precision == kPlain) {
-    if (place.page >= 0) write_plain(a, source, at, chunk, in_page, is_v, lane);
+    if (place.page >= 0 && my.stores) write_plain(a, source, at, chunk, place.offset, is_v, my.in_team);
     return;
   }
-  Vector y = load_vector(source, a.input_type, at, lane);
+  Vector y = load_vector(source, a.input_type, at, my.in_team);
   if (place.page < 0) return;
-  if (!is_v) rotate(y, lane);
+  if (!is_v) rotate(y, my.in_team);
   int const bytes = a.precision == kInt8 ? Int8Chunk<kD>::bytes : Int4Chunk<kD>::bytes;
-  write_page(a, y, a.pages + chunk * bytes, row, in_page, is_v, lane);
-  if (place.entry >= 0) write_side(a, y, place, head, is_v, lane);
+  write_page(a, y, a.pages + chunk * bytes, row, place.offset, is_v, my);
+  if (place.entry >= 0) write_side(a, y, place, is_v, my);
 }
 
-// Blocks are (token, eight vectors of it).
+__host__ __device__ constexpr int warps_for(int heads) { return (heads + 1) / 2; }
+
+// Warps of a token: those of its query heads first, then of its keys, then of its values.
+__host__ __device__ inline int warps_of_token(WriteArguments const& a) {
+  return (a.q ? warps_for(a.query_heads) : 0) + (a.k ? 2 * warps_for(a.kv_heads) : 0);
+}
+
+inline unsigned blocks_of_token(WriteArguments const& a) { return (warps_of_token(a) + kWriteWarps - 1) / kWriteWarps; }
+
+__device__ __forceinline__ Lane lane_of(int pair, int heads) {
+  int const lane = lane_index(), head = 2 * pair + lane / kTeam;
+  return {lane % kTeam, min(head, heads - 1), head < heads};
+}
+
 extern "C" __global__ void __launch_bounds__(kWriteWarps* kWarp) write_kv_kernel(__grid_constant__ WriteArguments const a) {
-  __shared__ alignas(16) uint8_t rows[kWriteWarps][kD];
-  int const warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0), lane = lane_index();
-  int const token = blockIdx.x, queries = a.q != nullptr ? a.query_heads : 0;
-  int const vector = blockIdx.y * kWriteWarps + warp;
+  __shared__ alignas(16) uint8_t rows[kWriteWarps][2][kD];
+  int const warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0), turn = blockIdx.y * kWriteWarps + warp;
+  int const token = blockIdx.x, queries = a.q != nullptr ? warps_for(a.query_heads) : 0, each = warps_for(a.kv_heads);
   let_next_launch_begin();
   await_previous_launch();
-  if (vector < queries) return write_query(a, token, vector, lane);
-  int const head = vector - queries;
-  if (a.k == nullptr || head >= 2 * a.kv_heads) return;
-  bool const is_v = head >= a.kv_heads;
-  write_key_value(a, rows[warp], token, is_v ? head - a.kv_heads : head, is_v, lane);
+  if (turn < queries) return write_query(a, token, lane_of(turn, a.query_heads));
+  if (turn >= warps_of_token(a)) return;
+  bool const is_v = turn >= queries + each;
+  Lane const my = lane_of(turn - queries - (is_v ? each : 0), a.kv_heads);
+  write_key_value(a, rows[warp][lane_index() / kTeam], token, is_v, my);
 }
 
 extern "C" int launch_write_kv(WriteArguments const* a, cudaStream_t stream) {
-  int const vectors = (a->q ? a->query_heads : 0) + (a->k ? 2 * a->kv_heads : 0);
-  if (a->tokens == 0 || vectors == 0) return cudaSuccess;
-  dim3 const blocks(a->tokens, (vectors + kWriteWarps - 1) / kWriteWarps);
+  dim3 const blocks(a->tokens, blocks_of_token(*a));
+  if (blocks.x == 0 || blocks.y == 0) return cudaSuccess;
   return launch_early(write_kv_kernel, blocks, kWriteWarps * kWarp, 0, stream, *a);
 }
 

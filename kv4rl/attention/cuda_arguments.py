@@ -60,13 +60,13 @@ def regions_of(cache) -> tuple[int, int]:
     return (kv.sink_tokens, kv.recent_tokens) if kv.protected_tokens else (0, 0)
 
 
-def chunk_weight_of(max_rows: int, kv_heads: int) -> int:
+def chunk_weight_of(num_slots: int, kv_heads: int) -> int:
     """Pages of a work item: few where few requests must fill the card, many where chunks would only cost merges.
 
-    A constant of the plan, so that a request's bits depend on its own length alone, in any batch of that plan.
+    A constant of the cache, so that a request's bits depend on its own length alone, in any batch over that cache.
     """
     least, most = CHUNK_WEIGHTS
-    return max(least, min(most, 3 * max_rows * kv_heads // 4))
+    return max(least, min(most, 3 * num_slots * kv_heads // 4))
 
 
 def most_chunks(max_pages: int, regions: tuple[int, int], chunk_weight: int) -> int:
@@ -183,7 +183,7 @@ class Workspace:
 
     def __init__(self, cache, max_rows: int, max_pages: int, chunk_weight: int | None = None):
         shape, device = cache.shape, cache.device
-        chunk_weight = chunk_weight or chunk_weight_of(max_rows, shape.kv_heads)
+        chunk_weight = chunk_weight or chunk_weight_of(cache.num_slots, shape.kv_heads)
         chunks = most_chunks(max_pages, regions_of(cache), chunk_weight)
         partials = max_rows * chunks if chunks > 1 else 0
         self.limits, self.chunk_weight = (max_rows, max_pages), chunk_weight

@@ -28,8 +28,8 @@ BLOCKS = 3
 KERNELS = {"kv4": "decode_int4", "kv4rl": "decode_int4", "kv8": "decode_int8", "bf16": "decode_bf16"}
 LAUNCHES = {
     "plan": "void run(PlanArguments const* a) { emulator::launch(plan_kernel, *a, {1}, kPlanThreads); }",
-    "write_kv": "void run(WriteArguments const* a, int y) "
-    "{ emulator::launch(write_kv_kernel, *a, {unsigned(a->tokens), unsigned(y)}, kWriteWarps * kWarp); }",
+    "write_kv": "void run(WriteArguments const* a) "
+    "{ emulator::launch(write_kv_kernel, *a, {unsigned(a->tokens), blocks_of_token(*a)}, kWriteWarps * kWarp); }",
     **{
         name: f"void run(DecodeArguments const* a, int blocks) "
         f"{{ emulator::launch({name}_kernel, *a, {{unsigned(blocks)}}, kThreads); }}"
@@ -89,9 +89,8 @@ class Emulated:
     def write(self, cache, layer, k, v, where, q=None):
         prepared = None if q is None else host.prepared_queries(cache, q)
         arguments = host.write_arguments(cache, layer, q, k, v, where, prepared)
-        vectors = (cache.shape.query_heads if q is not None else 0) + (2 * cache.shape.kv_heads if k is not None else 0)
         library = self.library("write_kv", (("HEAD_DIM", cache.shape.head_dim),))
-        library.run(ctypes.byref(arguments), -(-vectors // 8))
+        library.run(ctypes.byref(arguments))
         return prepared
 
     def decode(self, cache, layer, q, batch, return_lse=False):
