@@ -32,7 +32,7 @@ class Backend(Protocol):
 class OneLaunch(Protocol):
     """A backend that takes the new token's q, k and v together: a decode step then launches once less a layer."""
 
-    def write_and_decode(self, cache, layer: int, q, k, v, where, batch) -> torch.Tensor: ...
+    def write_and_decode(self, cache, layer: int, q, k, v, where, batch, return_lse: bool = False): ...
 
 
 class ReferenceBackend:

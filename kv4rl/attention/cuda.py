@@ -184,12 +184,12 @@ class CudaBackend:
         prepared = write_kv(cache, layer, q, None, None, None)
         return self._attend(cache, layer, q, prepared, batch, return_lse)
 
-    def write_and_decode(self, cache, layer, q, k, v, where, batch):
+    def write_and_decode(self, cache, layer, q, k, v, where, batch, return_lse=False):
         """As `write`, then `decode`; the token's q, k and v go through one launch of `write_kv`."""
         if cache.kv.precision == "bf16" and q.dtype == torch.float32:
             self.write(cache, layer, k, v, where)
-            return self.decode(cache, layer, q, batch)
-        return self._attend(cache, layer, q, write_kv(cache, layer, q, k, v, where), batch)
+            return self.decode(cache, layer, q, batch, return_lse)
+        return self._attend(cache, layer, q, write_kv(cache, layer, q, k, v, where), batch, return_lse)
 
     def _attend(self, cache, layer, q, prepared, batch, return_lse=False):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)

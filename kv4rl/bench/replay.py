@@ -20,7 +20,7 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from kv4rl.bench.replay_arm import ARMS, WINDOWS, Replay
+from kv4rl.bench.replay_arm import ARMS, BF16_PROTECTED, WINDOWS, Replay
 from kv4rl.bench.replay_states import State, aggregate, heterogeneous, ragged_aggregate, table_a3, uniform
 from kv4rl.bench.weight_arms import PRODUCTS, quantised_weights
 from kv4rl.cache.main_cache import pages_for
@@ -33,7 +33,7 @@ from kv4rl.model.shapes import SHAPES, random_model
 from kv4rl.results import result_row, write_rows
 
 TABLE_ARMS = ("bf16", "kv8", "kv4", "kv4rl", "fp8_kv", "w8a8", "w4a16", "bf16_repeat")
-RAGGED_ARMS = ("bf16", "kv8", "kv4", *(f"kv4rl_w{window}" for window in WINDOWS), "kv4rl")
+RAGGED_ARMS = ("bf16", "kv8", "kv4", *(f"kv4rl_w{window}" for window in WINDOWS), "kv4rl", "kv4rl_bf16")
 CPU_ARMS = ("bf16", "kv8", "kv4", "kv4rl")
 WORKSPACE_BYTES = 6e9  # logits, activations, FlashInfer's workspace, graphs
 
@@ -47,7 +47,8 @@ def fitting(decoder: Decoder, arm: str, states: Iterable[State], hbm_bytes: floa
     fits = []
     for state in states:
         pages = sum(map(pages_for, state.contexts))
-        if pages * page_bytes(kv, shape) + side_bytes(kv, shape, len(state.contexts)) <= left:
+        side = side_bytes(kv, shape, len(state.contexts)) * (2 if arm in BF16_PROTECTED else 1)
+        if pages * page_bytes(kv, shape) + side <= left:
             fits.append(state)
     return fits
 

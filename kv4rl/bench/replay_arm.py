@@ -6,6 +6,7 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from kv4rl.bench.bf16_protected import Bf16Protected
 from kv4rl.bench.replay_states import State
 from kv4rl.cache.kv_cache import KVCache, TokenSlots
 from kv4rl.cache.main_cache import pages_for
@@ -25,7 +26,9 @@ ARMS = {  # arm -> cache format
     "kv8": KVConfig("kv8"), "kv4": KVConfig("kv4"), "kv4_p8": KVConfig("kv4", probability_operand="u8"),
     "kv4rl": KVConfig("kv4rl"), "fp8_kv": KVConfig("kv8"), "w8a8": KVConfig("bf16"), "w4a16": KVConfig("bf16"),
     **{f"kv4rl_w{window}": KVConfig("kv4rl", recent_tokens=window) for window in WINDOWS},
+    "kv4rl_bf16": KVConfig("kv4rl"),
 }  # fmt: skip
+BF16_PROTECTED = ("kv4rl_bf16",)  # the same positions in BF16 pages (bench/bf16_protected.py)
 OURS = ("bf16_ours",)  # unquantised through our own kernel; the other BF16 caches through FlashInfer where it runs
 FILL = 1 << 16  # positions written at once
 
@@ -52,10 +55,15 @@ class Replay:
         self.arm, self.decoder = arm, decoder
         slots = max(len(state.contexts) for state in states)
         pages = max(sum(map(pages_for, state.contexts)) for state in states)
-        self.cache = KVCache(ARMS[arm], decoder.cache_shape(), num_pages=pages, num_slots=slots, device=decoder.device)
+        kv = KVConfig("kv4") if arm in BF16_PROTECTED else ARMS[arm]
+        self.cache = KVCache(kv, decoder.cache_shape(), num_pages=pages, num_slots=slots, device=decoder.device)
         if self.cache.backend.name == "cuda" and arm not in OURS and (arm == "fp8_kv" or ARMS[arm].precision == "bf16"):
             self.cache.backend = FlashInferBackend(self.cache, fp8=arm == "fp8_kv")
-        self._fill(torch.Generator(decoder.device).manual_seed(seed))
+        generator = torch.Generator(decoder.device).manual_seed(seed)
+        fill(self.cache, generator)
+        if arm in BF16_PROTECTED:
+            self.cache.backend = Bf16Protected(self.cache, ARMS[arm])
+            fill(self.cache.backend.pool, generator)
         longest = max(pages_for(max(state.contexts)) for state in states)
         sizes = sorted({len(state.contexts) for state in states})
         decoder.prepare_inference()
@@ -96,22 +104,23 @@ class Replay:
         table.last_token[: len(state.contexts)] = np.arange(len(state.contexts)) % self.decoder.config.vocab_size
         return table
 
-    @torch.inference_mode()
-    def _fill(self, generator: torch.Generator) -> None:
-        """Write every position and every side-buffer entry of layer 0 with random vectors; copy it to the others."""
-        cache, shape = self.cache, self.cache.shape
-        total, entries = cache.allocator.num_pages * PAGE_TOKENS, cache.side.entries
-        for start in range(0, total, FILL):
-            positions = torch.arange(start, min(start + FILL, total), device=cache.device)
-            kept = positions < cache.num_slots * entries
-            where = TokenSlots(
-                page_ids=positions // PAGE_TOKENS, offsets=positions % PAGE_TOKENS, positions=positions,
-                slots=torch.where(kept, positions // max(entries, 1), 0),
-                side_entries=torch.where(kept, positions % max(entries, 1), -1),
-            )  # fmt: skip
-            size = (len(positions), shape.kv_heads, shape.head_dim)
-            k, v = (torch.randn(size, generator=generator, device=cache.device).to(shape.dtype) for _ in range(2))
-            cache.write(0, k, v, where)
-        side = cache.side
-        for tensor in (cache.main.storage, side.k_codes, side.v_codes, side.k_scale, side.v_scale):
-            tensor[1:] = tensor[:1]
+
+@torch.inference_mode()
+def fill(cache: KVCache, generator: torch.Generator) -> None:
+    """Write every position and every side-buffer entry of layer 0 with random vectors; copy it to the others."""
+    shape = cache.shape
+    total, entries = cache.allocator.num_pages * PAGE_TOKENS, cache.side.entries
+    for start in range(0, total, FILL):
+        positions = torch.arange(start, min(start + FILL, total), device=cache.device)
+        kept = positions < cache.num_slots * entries
+        where = TokenSlots(
+            page_ids=positions // PAGE_TOKENS, offsets=positions % PAGE_TOKENS, positions=positions,
+            slots=torch.where(kept, positions // max(entries, 1), 0),
+            side_entries=torch.where(kept, positions % max(entries, 1), -1),
+        )  # fmt: skip
+        size = (len(positions), shape.kv_heads, shape.head_dim)
+        k, v = (torch.randn(size, generator=generator, device=cache.device).to(shape.dtype) for _ in range(2))
+        cache.write(0, k, v, where)
+    side = cache.side
+    for tensor in (cache.main.storage, side.k_codes, side.v_codes, side.k_scale, side.v_scale):
+        tensor[1:] = tensor[:1]
