@@ -16,6 +16,7 @@ import os
 import pickle
 import re
 import shutil
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
@@ -88,6 +89,50 @@ def save_checkpoint(directory: str | Path, checkpoint: Checkpoint, *, keep: int)
     for old in list_checkpoints(directory)[:-keep]:
         _remove(old)
     return final
+
+
+class BackgroundSave:
+    """Writes one checkpoint at a time in a thread of its own, so that a run goes on meanwhile.
+
+    As a context it waits, at the end, for what is still being written.
+    """
+
+    def __init__(self):
+        self._thread: threading.Thread | None = None
+        self._path: Path | None = None
+        self._error: BaseException | None = None
+
+    def start(self, directory: str | Path, checkpoint: Checkpoint, *, keep: int) -> None:
+        """Begin to write `checkpoint`, whose tensors nobody may change before `finish`, which is called first."""
+        self.finish()
+
+        def write() -> None:
+            try:
+                self._path = save_checkpoint(directory, checkpoint, keep=keep)
+            except BaseException as error:  # handed to whoever calls finish
+                self._error = error
+
+        self._thread = threading.Thread(target=write, name="checkpoint")
+        self._thread.start()
+
+    def finish(self) -> Path | None:
+        """Wait; the directory of the checkpoint last written. Raises what the writing raised, once."""
+        if self._thread is not None:
+            self._thread.join()
+            self._thread = None
+        error, self._error = self._error, None
+        if error is not None:
+            raise error
+        return self._path
+
+    def __enter__(self) -> "BackgroundSave":
+        return self
+
+    def __exit__(self, kind, *exc) -> None:
+        if self._thread is not None:
+            self._thread.join()
+        if kind is None:
+            self.finish()
 
 
 def list_checkpoints(directory: str | Path) -> list[Path]:

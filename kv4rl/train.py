@@ -61,7 +61,8 @@ def train(
             _report_left_out(trainer, report)
         if not resumed:
             write(0, trainer.evaluate())
-        _loop(trainer, write)
+        with trainer.saver:
+            _loop(trainer, write)
         model_dir = trainer.export()
         ranks.gather(None)  # nobody reads below before the first rank has written
     lines = read_metrics(config.output_dir)
@@ -91,7 +92,7 @@ def _loop(trainer: Trainer, write: Write) -> None:
                 metrics |= trainer.evaluate()
             write(trainer.update, metrics)  # before the checkpoint: a resume drops lines that it will repeat
             if last or stopped or trainer.update % config.checkpoint_every == 0:
-                trainer.save()
+                trainer.start_save()
             if stopped:
                 break
             bar.set_postfix(

@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 from transformers import GenerationConfig
 
-from kv4rl.checkpoint import Checkpoint, list_checkpoints, load_checkpoint, save_checkpoint, settings
+from kv4rl.checkpoint import BackgroundSave, Checkpoint, list_checkpoints, load_checkpoint, settings
 from kv4rl.config import KVConfig, RolloutConfig, TrainConfig, require
 from kv4rl.device import choose_device
 from kv4rl.engine.engine import RolloutEngine
@@ -14,6 +14,7 @@ from kv4rl.engine.request import Request
 from kv4rl.engine.sampler import Sampling
 from kv4rl.evaluation.evaluate import EvaluationResult, evaluate
 from kv4rl.grpo.batch_metrics import collection_metrics, max_over_ranks, mean_over_ranks, response_metrics
+from kv4rl.grpo.host_memory import HostMemory
 from kv4rl.grpo.learner import GRPOLearner
 from kv4rl.grpo.masters import cast_copy, compute_dtype
 from kv4rl.grpo.weight_sync import checksum, sync
@@ -70,6 +71,9 @@ class Trainer:
         self.replica = self.ranks.replica(config.tensor_parallel)
         rollout = _share_of_quota(config.rollout, self.replica.count)
         self.checkpoints = Path(config.output_dir) / "checkpoints"
+        self.saver = BackgroundSave()
+        self._host = HostMemory(pinned=self.device.type == "cuda")  # what is being saved
+        self._saving: dict[str, float] = {}  # seconds that the latest checkpoint took from the run
         self.update = 0  # updates made so far: equals the engine's policy_version
         self.tokenizer = load_tokenizer(config.model)
         limit = config.rollout.max_prompt_tokens
@@ -142,6 +146,8 @@ class Trainer:
         collected = collection_metrics(collection.stats, trace.columns(), self.config.rollout.cache_pages)
         metrics |= mean_over_ranks(self.ranks.gather(collected))
         metrics |= max_over_ranks(self.ranks.gather(timers.metrics() | self.phases.metrics()))
+        metrics |= self._saving  # of the checkpoint before this update
+        self._saving = {}
         metrics["perf/throughput"] = metrics["perf/total_num_tokens"] / timers.seconds["step"]
         self.update += 1
         self._write_trace(trace)
@@ -164,19 +170,27 @@ class Trainer:
             results = [part for part in self.ranks.gather(result if self.replica.leads else None) if part is not None]
         return EvaluationResult.join(results).metrics(config.reading) | timers.metrics()
 
-    def save(self) -> Path | None:
-        """Write a checkpoint of this moment: between two iterations, with nothing resident in the engine.
+    def start_save(self) -> None:
+        """Take a checkpoint of this moment, between two iterations; it is written while the run goes on (`saver`).
 
-        One for all ranks, by the first of them; the others return None.
+        One for all ranks, by the first of them. Raises CheckpointNotWritten where the one before could not be written.
         """
-        self.phases.enter("learn")
-        learner = self.learner.state(whole=self.ranks.leads)
-        collectors = self._of_replicas([self.collector.state()])
-        if not self.ranks.leads:
-            return None
-        run = {"collectors": collectors, "model_checksum": self._model_checksum}
-        checkpoint = Checkpoint(self.update, settings(self.config), learner["weights"], learner["optimizer"], run)
-        return save_checkpoint(self.checkpoints, checkpoint, keep=self.config.keep_checkpoints)
+        timers = Timers(self.device)
+        with timers("save_checkpoint"):
+            self.saver.finish()
+            self.phases.enter("learn")
+            learner = self.learner.state(self._host, whole=self.ranks.leads)
+            collectors = self._of_replicas([self.collector.state()])
+            if self.ranks.leads:
+                run = {"collectors": collectors, "model_checksum": self._model_checksum}
+                saved = Checkpoint(self.update, settings(self.config), learner["weights"], learner["optimizer"], run)
+                self.saver.start(self.checkpoints, saved, keep=self.config.keep_checkpoints)
+        self._saving = timers.metrics()
+
+    def save(self) -> Path | None:
+        """`start_save`, and wait until the checkpoint is written: its directory, on the first rank."""
+        self.start_save()
+        return self.saver.finish()
 
     def export(self) -> Path:
         """The policy as a model directory, as the engine holds it after the last sync."""

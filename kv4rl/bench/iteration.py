@@ -24,13 +24,14 @@ from statistics import fmean
 import torch
 
 from kv4rl.bench.learner_load import dense_flops_per_s, input_tokens, multiplied_parameters, reward, synthetic_groups
-from kv4rl.checkpoint import Checkpoint, save_checkpoint
+from kv4rl.checkpoint import BackgroundSave, Checkpoint
 from kv4rl.cli import one_sentence
 from kv4rl.config import PRECISIONS, GRPOConfig, KVConfig, RolloutConfig, require
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.flashinfer import FlashInferBackend
 from kv4rl.engine.memory import plan_engine, within
 from kv4rl.grpo.batch_metrics import max_over_ranks
+from kv4rl.grpo.host_memory import HostMemory
 from kv4rl.grpo.learner import GRPOLearner
 from kv4rl.grpo.masters import cast_copy, compute_dtype
 from kv4rl.grpo.weight_sync import sync
@@ -192,22 +193,26 @@ def run_arm(bench: Bench, precision: str, made: list[PromptGroup]) -> dict[str, 
         columns["learner_share_of_dense"] = [6 * bench.parameters * rate / ceiling for rate in rates]
     columns["cache_pages"] = [float(engine.rollout.cache_pages)]
     if "checkpoint" in bench.options.parts:
-        columns["checkpoint_s"] = [checkpoint_seconds(bench)]
+        columns |= checkpoint_seconds(bench)
     bench.phases.enter("learn")
     return columns
 
 
-def checkpoint_seconds(bench: Bench) -> float:
-    """Seconds that a checkpoint of learner and optimizer keeps the run from going on, written to a temporary folder."""
+def checkpoint_seconds(bench: Bench) -> dict[str, list[float]]:
+    """Seconds that a checkpoint keeps the run from going on, and until it is on the disk (a temporary folder's)."""
+    host, saver = HostMemory(pinned=bench.ranks.device.type == "cuda"), BackgroundSave()
     bench.phases.enter("learn")
+    bench.learner.state(host, whole=bench.ranks.leads)  # makes the host memory, once a run
     with tempfile.TemporaryDirectory() as folder:
-        started = time.perf_counter()
-        state = bench.learner.state(whole=bench.ranks.leads)
-        if bench.ranks.leads:
-            saved = Checkpoint(bench.version, {}, state["weights"], state["optimizer"], {})
-            save_checkpoint(folder, saved, keep=1)
         bench.ranks.gather(None)
-        return time.perf_counter() - started
+        started = time.perf_counter()
+        state = bench.learner.state(host, whole=bench.ranks.leads)
+        if bench.ranks.leads:
+            saver.start(folder, Checkpoint(bench.version, {}, state["weights"], state["optimizer"], {}), keep=1)
+        bench.ranks.gather(None)
+        stopped = time.perf_counter() - started
+        saver.finish()
+        return {"checkpoint_s": [stopped], "checkpoint_written_s": [time.perf_counter() - started]}
 
 
 def rows(bench: Bench, shape: str, found: dict[str, dict[str, list[float]]]) -> list[dict]:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 import kv4rl.checkpoint as module
 from kv4rl.checkpoint import (
+    BackgroundSave,
     Checkpoint,
     fingerprint,
     list_checkpoints,
@@ -15,6 +16,7 @@ from kv4rl.checkpoint import (
     save_checkpoint,
 )
 from kv4rl.config import KVConfig, TrainConfig
+from kv4rl.trainer import Trainer
 
 CONFIG = TrainConfig()
 
@@ -158,3 +160,44 @@ def test_weights_only_loading_refuses_code(tmp_path):
     torch.save({"state": Payload()}, path / "optimizer.pt")
     with pytest.raises(Exception, match="weights_only"):
         load_checkpoint(path, CONFIG)
+
+
+def test_a_save_in_the_background_is_whole_when_finished_and_waits_for_the_one_before(tmp_path):
+    saver = BackgroundSave()
+    assert saver.finish() is None
+    for update in (1, 2):
+        saver.start(tmp_path, checkpoint(update), keep=2)
+    assert saver.finish().name == "update_000002" == saver.finish().name
+    assert_loads(list_checkpoints(tmp_path)[0], 1)
+    with BackgroundSave() as other:
+        other.start(tmp_path, checkpoint(3), keep=2)
+    assert_loads(list_checkpoints(tmp_path)[-1], 3)
+
+
+def test_a_failure_in_the_background_is_raised_once_by_whoever_waits(tmp_path, monkeypatch):
+    monkeypatch.setattr(module, "save_file", lambda *given: (_ for _ in ()).throw(OSError(28, "No space left")))
+    saver = BackgroundSave()
+    saver.start(tmp_path, checkpoint(1), keep=2)
+    with pytest.raises(module.CheckpointNotWritten, match="No space left"):
+        saver.start(tmp_path, checkpoint(2), keep=2)
+    assert saver.finish() is None
+    with pytest.raises(module.CheckpointNotWritten), BackgroundSave() as other:
+        other.start(tmp_path, checkpoint(3), keep=2)
+    with pytest.raises(ZeroDivisionError), BackgroundSave() as third:
+        third.start(tmp_path, checkpoint(3), keep=2)
+        raise ZeroDivisionError
+
+
+def test_a_checkpoint_does_not_change_while_the_run_goes_on(tiny_config, parity_grader):
+    """It is written from copies: training on during the write leaves no later weight or moment in it."""
+    trainer = Trainer(tiny_config(), parity_grader())
+    trainer.iterate()
+    wanted, kept = trainer.learner.state(), {}
+    trainer.saver.start = lambda directory, checkpoint, keep: kept.update(given=checkpoint)
+    trainer.start_save()
+    trainer.iterate()
+    for name, tensor in wanted["weights"].items():
+        assert torch.equal(kept["given"].weights[name], tensor), name
+    for number, entry in wanted["optimizer"]["state"].items():
+        for name, value in entry.items():
+            assert torch.equal(kept["given"].optimizer["state"][number][name], value)
