@@ -1,5 +1,10 @@
-"""Paper beside measured: each published number with the row of data/results that answers it, and why they differ."""
+"""Paper beside measured: each published number with the row of data/results that answers it, and why they differ.
 
+`python -m kv4rl.compare` prints the list.
+"""
+
+import argparse
+from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -178,3 +183,16 @@ def ours(row: dict, unit: str) -> str:
     if row["low"] and row["low"] != row["high"]:
         value += f" [{float(row['low']) * scale:.3g}, {float(row['high']) * scale:.3g}]"
     return value
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m kv4rl.compare", description=__doc__.split("\n")[0])
+    parser.parse_args(arguments)
+    lines = compare()
+    for line in lines:
+        print(f"{line['quantity']} ({line['place']}): paper {line['paper']}, ours {line['ours']}, {line['scope']}")
+    print(f"{sum(line['ours'] != ABSENT for line in lines)} of {len(lines)} answered")
+
+
+if __name__ == "__main__":
+    main()

@@ -47,7 +47,7 @@ def require_integer(value: object, name: str, least: int) -> None:
 class KVConfig:
     """How keys and values are stored and read (§5, §A.3)."""
 
-    precision: str = "kv4rl"  # one of PRECISIONS; "bf16" stores the model's own dtype, unquantised
+    precision: str = "kv4rl"  # bf16 (the model's own dtype, unquantised), kv8, kv4 or kv4rl
     sink_tokens: int = 16  # s: first positions kept in INT8 as well ("KV4-RL protection", Table A1)
     recent_tokens: int = 128  # w: most recent positions kept in INT8 as well (Table A1)
     probability_operand: str = "fp16"  # P of P·V on the main path: "fp16", or the paper's "u8" (§A.3)
@@ -161,10 +161,8 @@ class TrainConfig:
     seed: int = 43
     device: str = "auto"  # "auto", "cpu" or "cuda"
     tensor_parallel: int = 1  # GPUs of one rollout replica ("Two DP replicas with TP2 each", Table A1)
-    memory: str = (
-        "resident"  # "phased": learner states and KV cache take turns on the GPU (§A.2); "resident": both stay
-    )
-    reading: str = "verl"  # reward reading: "verl" or "last_box" (design decision 10)
+    memory: str = "resident"  # both learner and KV cache stay on the GPU; "phased": they take turns (§A.2)
+    reading: str = "verl"  # what counts as an answer: any expression ("verl"), or only the last box ("last_box")
     evaluate_every: int = 0  # updates between evaluations; 0: only at the start and the end
     evaluate_prompts: int = 64
     evaluate_samples: int = 8  # k of avg@k and pass@k

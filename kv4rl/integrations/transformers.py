@@ -10,7 +10,7 @@ the engine that shares none of its attention code. It saves memory between steps
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, get_layer_types_and_kwargs
 
-from kv4rl.config import HEAD_DIMS, KVConfig, require
+from kv4rl.config import HEAD_DIMS, KVConfig, require, require_protected_fits
 from kv4rl.integrations.layer_store import LayerStore
 
 
@@ -48,6 +48,7 @@ class KV4RLCache(Cache):
         head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
         require(head_dim in HEAD_DIMS, "head_dim", head_dim, f"one of {', '.join(map(str, HEAD_DIMS))}")
         self.kv = KVConfig(precision, sink_tokens=sink, recent_tokens=recent)
+        require_protected_fits(self.kv, config.max_position_embeddings)
         padding = None if attention_mask is None else left_padding(attention_mask)
         super().__init__(layers=[KV4RLLayer(self.kv, padding, is_first=i == 0) for i in range(len(types))])
 

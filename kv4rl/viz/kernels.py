@@ -30,13 +30,17 @@ def kernel_speedups(rows: Sequence[Mapping[str, str]]) -> go.Figure:
         )  # fmt: skip
     for precision, limit in BYTE_LIMITS.items():
         line = {"color": PRECISION_COLOURS[precision], "dash": "dash", "width": 1}
-        text = f"{PRECISION_NAMES[precision]} bytes: {limit:.2f}x"
-        figure.add_hline(y=limit, line=line, annotation_text=text, annotation_position="top right")
+        figure.add_hline(y=limit, line=line)
+        text = f"{PRECISION_NAMES[precision]} bytes:<br>{limit:.2f}x"
+        beside = {"x": 1.01, "xref": "paper", "xanchor": "left", "showarrow": False}  # on the plot bars would cover it
+        figure.add_annotation(y=limit, text=text, align="left", **beside)
     figure.update_xaxes(
         title_text="active requests x context tokens (Table A3), one TP2 shard, per layer", type="category"
     )
     figure.update_yaxes(title_text="speedup over FlashInfer BF16", rangemode="tozero")
-    figure.update_layout(barmode="group", height=420, width=980, legend={"orientation": "h", "y": 1.12})
+    figure.update_layout(
+        barmode="group", height=420, width=980, margin={"r": 100}, legend={"orientation": "h", "y": 1.12}
+    )
     return figure
 
 

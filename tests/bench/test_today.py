@@ -46,3 +46,9 @@ def test_lengths_beyond_the_models_positions_are_refused(capsys):
     with pytest.raises(SystemExit):
         main([*SMALL, "--new-tokens", "4096"])
     assert "at most the model's 2048 positions" in capsys.readouterr().err
+
+
+def test_no_prompts_are_refused(capsys):
+    with pytest.raises(SystemExit):
+        main([*SMALL, "--prompts", "0"])
+    assert "prompts=0: expected an integer >= 1" in capsys.readouterr().err

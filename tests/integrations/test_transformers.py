@@ -180,3 +180,10 @@ def test_nothing_protected_is_kv4(qwen, make_cache, ids, forced):
         forced(qwen, tokens, 20, make_cache(qwen, "kv4rl", sink=0, recent=0)),
         forced(qwen, tokens, 20, make_cache(qwen, "kv4")),
     )
+
+
+def test_more_protected_positions_than_the_model_has_are_refused(qwen, make_cache):
+    most = qwen.config.max_position_embeddings
+    with pytest.raises(ValueError, match=f"sink_tokens \\+ recent_tokens = 4 \\+ {most}"):
+        make_cache(qwen, recent=most)
+    make_cache(qwen, precision="kv4", recent=most)  # protects nothing
