@@ -1,6 +1,6 @@
 """Collection with a frozen policy at a stated length law: Fig. 2 and Fig. A1's traces, Fig. 6a and A6a's capacity gain.
 
-Two comparisons on one engine (one replica; T is its share of the quota):
+Two comparisons on one engine, or on the replicas that torchrun's processes make (T is a replica's share of the quota):
 
 - schedulers: synchronous against partial collection, unquantised cache. Means over pure-decode calls after warm-up,
   step time by CUDA events (§B.3);
@@ -12,33 +12,35 @@ true shape without any file. `--shrink` divides all lengths, for small models. O
 through FlashInfer, and every batch bucket is captured before the first collection.
 
     python -m kv4rl.bench rollout --model qwen3-4b --fits 4B-300
-    torchrun --nproc-per-node 2 -m kv4rl.bench rollout --model qwen3-8b --fits 8B-400 --tp 2
+    torchrun --nproc-per-node 4 -m kv4rl.bench rollout --model qwen3-8b --fits 8B-400 --tp 2
 """
 
 import argparse
 import gc
 import json
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
-import torch.distributed as dist
 
+from kv4rl.bench.outcome import BALANCE, Outcome, over_replicas
 from kv4rl.cli import one_sentence
 from kv4rl.config import PAGE_TOKENS, PRECISIONS, KVConfig, RolloutConfig, require
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.flashinfer import FlashInferBackend
 from kv4rl.engine.memory import plan_engine
-from kv4rl.model.communicator import init_mesh, make_communicator
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.shapes import SHAPES, random_model
+from kv4rl.ranks import Ranks, Replica, connect
 from kv4rl.results import result_row, write_rows
 from kv4rl.rollout.fits import FITS, fit
 from kv4rl.rollout.forced import RandomPrompts, shrunk
 from kv4rl.rollout.paper_traces import ratios
 from kv4rl.rollout.partial import PartialCollector
-from kv4rl.rollout.simulator import TraceSummary, summarize
+from kv4rl.rollout.share import SharedStream
+from kv4rl.rollout.simulator import summarize
 from kv4rl.rollout.sync import SyncCollector
 from kv4rl.rollout.trace import Trace
 from kv4rl.rollout.workload import Workload
@@ -48,7 +50,7 @@ COLLECTORS = {"sync": SyncCollector, "partial": PartialCollector}
 UNITS = {
     "active_requests": "requests", "resident_kv_bytes": "B", "decode_step_ms": "ms", "decode_tokens_per_s": "tokens/s",
     "decode_wall_tokens_per_s": "tokens/s",
-    "calls_per_interval": "calls", "collection_s": "s", "cache_pages": "pages", "preemptions": "requests",
+    "calls_per_interval": "calls", "collection_s": "s", "cache_pages": "pages", "preemptions": "requests", BALANCE: "x",
 }  # fmt: skip
 
 
@@ -78,32 +80,30 @@ class Setting:
     budget_bytes: int
     collections: int  # measured
     warmup: int  # before them, to form the carry pool (§B.3)
+    ranks: Ranks
+    replica: Replica  # that this process belongs to: prompts are dealt out to replicas, everything else is shared
 
     def pages(self, precision: str) -> int:
         """What the budget buys a format. Raises `ValueError`, item by item, if it buys none."""
         return plan_engine(self.decoder, KVConfig(precision), self.rollout, self.budget_bytes).cache.pages
 
 
-@dataclass(frozen=True)
-class Outcome:
-    """One arm: metric -> value, the seconds of each measured collection, and the means behind Fig. 2."""
-
-    metrics: dict[str, float]
-    seconds: list[float]
-    summary: TraceSummary | None = None
-
-
 def run(setting: Setting, collector: str, precision: str, pages: int) -> Outcome:
-    """Roll one arm out: the same prompts and lengths in every arm, the policy frozen over simulated updates."""
+    """Roll one arm out: the same prompts and lengths in every arm, the policy frozen over simulated updates.
+
+    Replicas take turns at one prompt stream; noise is keyed by prompt, so no two of them draw the same.
+    """
     config = replace(setting.rollout, collector=collector, cache_pages=pages)
     engine = _engine(setting, precision, config)
-    prompts = RandomPrompts(setting.workload, setting.decoder.config.vocab_size)
+    prompts, replica = RandomPrompts(setting.workload, setting.decoder.config.vocab_size), setting.replica
+    if replica.count > 1:
+        prompts = SharedStream(prompts, replica.number, replica.count)
     trace = DeviceTrace()
     kind = COLLECTORS[collector]
     collecting = kind(engine, prompts, config, grade=None, eos_token_ids=(EOS,), trace=trace)
-    seconds = []
+    intervals = []
     for version in range(1, setting.warmup + setting.collections + 1):
-        seconds.append(collecting.collect().stats.collection_s)
+        intervals.append(collecting.collect().stats)
         engine.policy_version = version  # a simulated update: the policy stays frozen, ages grow (§B.3)
     engine.check_drained()
     measured = range(setting.warmup, setting.warmup + setting.collections)
@@ -118,7 +118,10 @@ def run(setting: Setting, collector: str, precision: str, pages: int) -> Outcome
         "preemptions": float(trace.column("preemptions")[np.isin(trace.column("collection"), measured)].sum()),
         "cache_pages": float(pages),
     }
-    return Outcome(metrics, seconds[setting.warmup :], summary)
+    kept = intervals[setting.warmup :]
+    responses = sum(stats.finished_responses for stats in kept)
+    own = Outcome(metrics, [stats.collection_s for stats in kept], summary, (responses,))
+    return over_replicas(own, setting.ranks, replica)
 
 
 def wall_tokens_per_second(trace: DeviceTrace, collections: Sequence[int]) -> float:
@@ -210,7 +213,7 @@ def table(title: str, outcomes: dict) -> str:
     return "\n".join(lines)
 
 
-def make_setting(options: argparse.Namespace, name: str, decoder: Decoder) -> Setting:
+def make_setting(options: argparse.Namespace, name: str, decoder: Decoder, ranks: Ranks, replica: Replica) -> Setting:
     """The setting of one fit. Raises `ValueError` where the model has too few positions for its lengths."""
     workload = replace(shrunk(fit(name).workload(options.seed), options.shrink), siblings=options.siblings)
     rollout = RolloutConfig(
@@ -224,7 +227,8 @@ def make_setting(options: argparse.Namespace, name: str, decoder: Decoder) -> Se
     )
     longest, most = workload.prompts.cap + workload.lengths.cap, decoder.config.max_positions
     require(longest <= most, "shrink", options.shrink, f"lengths within the model's {most} positions, not {longest}")
-    return Setting(decoder, workload, rollout, int(options.hbm_gb * 1e9), options.collections, options.warmup)
+    budget = int(options.hbm_gb * 1e9)
+    return Setting(decoder, workload, rollout, budget, options.collections, options.warmup, ranks, replica)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -247,7 +251,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--collections", type=int, default=6, help="measured intervals")
     parser.add_argument("--warmup", type=int, default=3, help="intervals before them")
     parser.add_argument("--seed", type=int, default=6101)
-    parser.add_argument("--device", default="cuda" if cuda else "cpu")
+    parser.add_argument("--device", default="auto", help="under torchrun auto or cpu")
     parser.add_argument("--parts", nargs="+", default=["schedulers", "precisions"])
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     parser.add_argument("--pages", nargs="+", default=["own", "bf16"], choices=("own", "bf16"), help="page counts")
@@ -267,33 +271,44 @@ def measure(options: argparse.Namespace, name: str, setting: Setting, say) -> tu
     found = precisions(setting, options.precisions, options.pages) if "precisions" in options.parts else {}
     if found:
         say(table(shape, found))
-    model = options.model if options.tp == 1 else f"{options.model}-tp{options.tp}"
+    model = model_name(options, setting.replica)
     return rows(shape, model, setting, traces, found), {shape: gains(found)}
 
 
 def main(arguments: list[str] | None = None) -> None:
-    options, communicator = parse(arguments), None
-    if options.tp > 1:
-        communicator = make_communicator(init_mesh(options.tp, options.device))
-    first = communicator is None or communicator.rank == 0
-    say = (lambda text: print(text, flush=True)) if first else (lambda text: None)
-    with one_sentence("kv4rl.bench rollout"):
-        decoder = random_model(options.model, device=options.device, communicator=communicator)
-        settings = {name: make_setting(options, name, decoder) for name in options.fits}
-        for setting in settings.values():
-            for precision in options.precisions:
-                setting.pages(precision)
+    options = parse(arguments)
+    with ExitStack() as stack:
+        with one_sentence("kv4rl.bench rollout"):
+            ranks = stack.enter_context(connect(options.device))
+            replica = ranks.replica(options.tp)
+            decoder = random_model(options.model, device=ranks.device, communicator=replica.communicator)
+            settings = {name: make_setting(options, name, decoder, ranks, replica) for name in options.fits}
+            for setting in settings.values():
+                for precision in options.precisions:
+                    setting.pages(precision)
+        report(options, settings)
+
+
+def report(options: argparse.Namespace, settings: dict[str, Setting]) -> None:
+    """Measure every setting; the first rank writes rows and prints."""
+    ranks, replica = (getattr(next(iter(settings.values())), name) for name in ("ranks", "replica"))
+    say = (lambda text: print(text, flush=True)) if ranks.leads else (lambda text: None)
     weights = "random weights at the true shape" if options.model in SHAPES else "random weights"
-    say(f"card: {options.model} tp{options.tp}, {weights}, {decoder.dtype}, lengths / {options.shrink:g}")
+    dtype = next(iter(settings.values())).decoder.dtype
+    say(f"card: {model_name(options, replica)}, {weights}, {dtype}, lengths / {options.shrink:g}")
     summary, path = {}, options.out
     for name, setting in settings.items():
         made, found = measure(options, name, setting, say)
         summary |= found
-        if first:
+        if ranks.leads:
             path = write_rows(options.out, made)  # at once: a run cut short keeps what it measured
     say(json.dumps({"experiment": "rollout", "file": str(path), "gains": summary}))
-    if communicator is not None:
-        dist.destroy_process_group()
+
+
+def model_name(options: argparse.Namespace, replica: Replica) -> str:
+    """How rows name the model: with its tensor parallelism and its replicas, where there is more than one."""
+    parts = [(options.tp, f"-tp{options.tp}"), (replica.count, f"-dp{replica.count}")]
+    return options.model + "".join(suffix for count, suffix in parts if count > 1)
 
 
 if __name__ == "__main__":

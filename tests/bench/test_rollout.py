@@ -5,7 +5,8 @@ import json
 import pytest
 
 from kv4rl.bench.__main__ import main
-from kv4rl.bench.rollout import Outcome, gains
+from kv4rl.bench.outcome import Outcome
+from kv4rl.bench.rollout import gains
 from kv4rl.results import read_rows
 from kv4rl.rollout.fits import fit
 from kv4rl.rollout.forced import shrunk
