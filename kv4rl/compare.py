@@ -85,10 +85,10 @@ def _collection(published: str, model: str, shape: str) -> Comparison:
 
 
 def _iteration(published: str, model: str) -> Comparison:
-    where = {"arm": "kv4rl", "model": model, "metric": "speedup_vs_bf16"}
+    where = {"arm": "kv4rl", "metric": "speedup_vs_bf16"}
     remark = "one iteration with forced lengths and random weights; the paper's is cumulative over the run"
     words = f"full iteration, KV4-RL over BF16, {model}"
-    return Comparison(published, words, "iteration.csv", where, remark)
+    return Comparison(published, words, "iteration.csv", where, remark, **_at_scale(model, f"{model}-tp2"))
 
 
 def _deficit(published: str, arm: str, metric: str, words: str) -> Comparison:

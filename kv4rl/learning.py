@@ -161,13 +161,12 @@ def shows(difference: Band) -> str:
 
 
 def verdict(setting: Setting) -> str:
-    """One sentence a score: whether KV4 falls behind BF16 and whether KV4-RL does, from the paired intervals."""
+    """One sentence: whether KV4 falls behind BF16 and whether KV4-RL does, by score, from the paired intervals."""
     said = []
     for metric in SCORES:
         found = {precision: paired(setting, metric, precision) for precision in ("kv4", "kv4rl")}
         if any(difference is None or difference.seeds < 2 for difference in found.values()):
-            said.append(f"{metric}: two seeds or more of BF16, KV4 and KV4-RL are needed")
-            continue
+            return "not shown: it takes two seeds or more of BF16, KV4 and KV4-RL"
         parts = [
             f"{PRECISION_NAMES[name]} {'falls' if shows(difference) == 'behind' else 'does not fall'} behind BF16"
             f" ({difference.mean:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}])"

@@ -20,6 +20,8 @@ from kv4rl.paper import PUBLISHED
 from kv4rl.results import REPOSITORY, RESULTS, latest, read_rows
 from kv4rl.viz.fidelity import width_sweeps
 from kv4rl.viz.kernels import kernel_speedups
+from kv4rl.viz.replay import replay_table, window_speedups
+from kv4rl.viz.rollout import today_rows
 from kv4rl.viz.style import PRECISION_NAMES, use_template
 from kv4rl.viz.training import learning_curves
 
@@ -78,20 +80,47 @@ def training(rows: Path = RESULTS) -> str:
 
 
 def kernels(rows: Path = RESULTS) -> str:
-    """One layer's decode attention: microseconds of FlashInfer BF16 and KV4-RL, and every precision's speedup."""
-    found = read_rows(rows / "kernels.csv", experiment="kernels", model="tp2_16q4kv")
-    cell = {(row["shape"], row["arm"], row["metric"]): float(row["value"]) for row in found}
-    shapes = {shape for shape, _, metric in cell if metric == "speedup_vs_bf16" and re.fullmatch(r"\d+x\d+", shape)}
-    lines = []
-    for shape in sorted(shapes, key=lambda shape: int(shape.split("x")[1])):
-        batch, context = shape.split("x")
-        line = {"active requests": batch, "context tokens": context}
-        for arm, name in (("bf16_flashinfer", "BF16, us"), ("kv4rl", "KV4-RL, us")):
-            line[name] = _cell(cell.get((shape, arm, "ms_per_layer")), 1000, ".0f", "")
-        for arm in PRECISIONS[1:]:
-            line[PRECISION_NAMES[arm]] = _cell(cell.get((shape, arm, "speedup_vs_bf16")), 1, ".2f", "x")
-        lines.append(line)
-    return _table(lines, tuple(lines[0]) if lines else ())
+    """One layer's decode attention: the range of every precision's speedup over Table A3's shapes, and where from."""
+    found = read_rows(rows / "kernels.csv", experiment="kernels", model="tp2_16q4kv", metric="speedup_vs_bf16")
+    shaped = [row for row in found if re.fullmatch(r"\d+x\d+", row["shape"])]
+    parts = []
+    for arm in PRECISIONS[1:]:
+        values = [float(row["value"]) for row in shaped if row["arm"] == arm]
+        parts.append(f"{PRECISION_NAMES[arm]} {min(values):.2f} to {max(values):.2f}x")
+    shapes = len({row["shape"] for row in shaped})
+    run = latest(shaped)
+    return f"{', '.join(parts)} on {shapes} shapes ({run['hardware']}, {run['date']}, commit {run['commit']})."
+
+
+def replay(rows: Path = RESULTS) -> str:
+    """Whole decode steps: each checkpoint's speedups beside the paper's, and what protection keeps of KV4's."""
+    found = _stored(rows / "replay.csv")
+    share = "share of KV4's throughput"
+    kept = [
+        f"{line[share]} on {line['states']} at {line['ours at']}"
+        for line in window_speedups(found)
+        if line["recent positions"] == "128"
+    ]
+    table = replay_table(found)
+    end = (
+        f"KV4-RL at 16/128 keeps of KV4's throughput {', '.join(kept)} (paper at TP2: 94% at 4B, 98% at 8B)."
+        if kept
+        else ""
+    )
+    return "\n\n".join(part for part in (_table(table, tuple(table[0]) if table else ()), end) if part)
+
+
+def today(rows: Path = RESULTS) -> str:
+    """Tokens a second of transformers' two ways and of this engine, in one line a shape."""
+    lines: dict[str, list[str]] = {}
+    for row in today_rows(_stored(rows / "today.csv")):
+        shape = f"{row['model']}, {row['prompts x tokens + new']} new tokens"
+        lines.setdefault(shape, []).append(f"{row['engine']} {row['tokens/s']} ({row['over generate']})")
+    return "\n".join(f"- {shape}: {', '.join(cells)}" for shape, cells in lines.items()) or _table([], ())
+
+
+def _stored(path: Path) -> list[dict[str, str]]:
+    return read_rows(path.resolve()) if path.exists() else []
 
 
 MEASURED = {  # of the mini model's card: label -> (metrics of mini_model.csv, digits)
@@ -121,10 +150,6 @@ def mini_model(rows: Path = RESULTS) -> str:
     return "\n".join([_table(lines, tuple(lines[0])), "", origin])
 
 
-def _cell(value: float | None, scale: float, form: str, unit: str) -> str:
-    return "" if value is None else f"{value * scale:{form}}{unit}"
-
-
 def _table(rows: list[dict], columns: tuple[str, ...]) -> str:
     if not rows:
         return "*No rows yet.*"
@@ -133,7 +158,8 @@ def _table(rows: list[dict], columns: tuple[str, ...]) -> str:
 
 
 BLOCKS = {
-    "notebooks": notebooks, "results": results, "training": training, "kernels": kernels, "mini_model": mini_model,
+    "notebooks": notebooks, "results": results, "training": training, "kernels": kernels, "replay": replay,
+    "today": today, "mini_model": mini_model,
 }  # fmt: skip
 
 

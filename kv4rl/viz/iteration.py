@@ -27,18 +27,22 @@ def phase_seconds(rows: Sequence[Mapping[str, str]]) -> dict[tuple[str, str, str
 
 
 def iteration_rows(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """One dict a run: seconds of each phase and of the whole, rollout's share, speedup over BF16."""
+    """One dict a run: seconds of each phase and of the whole, rollout's share, speedup over BF16; "-" where not run."""
     lines = []
     for (model, shape, precision), values in phase_seconds(rows).items():
         line = {"model": model, "lengths": shape, "rollout through": precision}
-        line |= {f"{name}, s": f"{values[metric]:.1f}" for metric, (name, _) in PHASES.items() if metric in values}
-        if "iteration_s" in values:
-            line["iteration, s"] = f"{values['iteration_s']:.1f}"
-            line["rollout share"] = f"{values['rollout_s'] / values['iteration_s']:.0%}"
-        if "speedup_vs_bf16" in values:
-            line["over BF16"] = f"{values['speedup_vs_bf16']:.2f}x"
-        lines.append(line)
+        named = {metric: name for metric, (name, _) in PHASES.items()}
+        named |= {"iteration_s": "iteration", "checkpoint_s": "checkpoint stops it"}
+        line |= {f"{name}, s": _shown(values, metric, ".2f") for metric, name in named.items()}
+        line["learner, of dense BF16"] = _shown(values, "learner_share_of_dense", ".0%")
+        whole = {"rollout_s", "iteration_s"} <= values.keys()
+        line["rollout share"] = f"{values['rollout_s'] / values['iteration_s']:.0%}" if whole else "-"
+        lines.append(line | {"over BF16": _shown(values, "speedup_vs_bf16", ".2f")})
     return lines
+
+
+def _shown(values: Mapping[str, float], metric: str, form: str) -> str:
+    return f"{values[metric]:{form}}" if metric in values else "-"
 
 
 def iteration_phases(rows: Sequence[Mapping[str, str]]) -> go.Figure:

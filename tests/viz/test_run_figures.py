@@ -46,7 +46,7 @@ def test_iterations_are_listed_bf16_first_with_rollouts_share():
     seconds = dict(zip(PHASES, (6.0, 1.0, 2.0, 0.5, 0.5), strict=True)) | {"iteration_s": 10.0}
     lines = iteration_rows(rows(**seconds))
     assert [line["rollout through"] for line in lines] == ["bf16", "kv4rl"]
-    assert lines[0]["rollout, s"] == "12.0" and lines[1]["rollout share"] == "60%"
+    assert lines[0]["rollout, s"] == "12.00" and lines[1]["rollout share"] == "60%"
     figure = iteration_phases(rows(**seconds))
     assert sum(trace.x[0] for trace in figure.data) == 20 and iteration_rows([]) == []
 
