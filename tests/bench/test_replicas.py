@@ -37,7 +37,8 @@ def test_two_replicas_of_two_ranks_share_one_prompt_stream(tmp_path):
     out = tmp_path / "rollout.csv"
     words = (
         "-m kv4rl.bench rollout --device cpu --tp 2 --fits 4B-300 --shrink 300 --hbm-gb 0.06 --groups 6 --siblings 4 "
-        "--slots 24 --step-tokens 128 --workspace-tokens 512 --collections 4 --warmup 1 --parts schedulers --precisions bf16"
+        "--slots 24 --step-tokens 128 --workspace-tokens 512 --collections 4 --warmup 1 --parts schedulers "
+        "--precisions bf16"
     )
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(
