@@ -95,7 +95,10 @@ def choose_backend(name: str, device: torch.device | str) -> Backend:
         name = os.environ.get(ENVIRONMENT, "auto")
         require(name in known, ENVIRONMENT, name, f"one of {', '.join(known)}")
     if name != "auto":
-        return FACTORIES[name](device)
+        try:
+            return FACTORIES[name](device)
+        except BackendUnavailable as reason:
+            raise BackendUnavailable(f"backend={name!r}: {reason}") from reason
     if device.type != "cuda":
         return FACTORIES["reference"](device)
     for candidate in (c for c in PREFERENCE if c in FACTORIES):

@@ -1,0 +1,87 @@
+"""Measured decode steps and collections: the right rows land beside the right numbers of the paper."""
+
+import pytest
+
+from kv4rl.config import KVConfig
+from kv4rl.theory.roofline import QWEN3_4B
+from kv4rl.theory.step_cost import StepCost
+from kv4rl.viz.replay import (
+    checkpoint_speedups,
+    of_model,
+    predicted_and_measured,
+    predicted_ms,
+    replay_table,
+    window_figure,
+    window_speedups,
+)
+from kv4rl.viz.rollout import collection_rows, scheduler_rows, today_rows
+
+
+def row(arm, shape, metric, value, *, model="qwen3-4b", experiment="replay"):
+    return {"experiment": experiment, "arm": arm, "model": model, "shape": shape, "metric": metric, "value": str(value)}
+
+
+REPLAY = [
+    row("kv4", "4B-300", "speedup_vs_bf16", 2.1),
+    row("kv4", "4B-300", "speedup_vs_bf16", 2.2, model="qwen3-4b-tp1"),
+    row("kv8", "4B-300", "speedup_vs_bf16", 1.5),
+    row("kv4", "4B-100", "speedup_vs_bf16", 1.7),
+    row("kv4rl", "4B-300/640x874", "decode_replay_ms", 17.0),
+    row("kv4", "ragged-4B", "speedup_vs_bf16", 2.0),
+    *(row(f"kv4rl_w{w}", "ragged-4B", "speedup_vs_bf16", 2 - w / 1000) for w in (512, 128, 16)),
+    row("kv4rl_w128", "ragged-4B", "retention_vs_kv4", 0.936),
+]
+
+
+def test_a_replay_rows_model_says_its_tensor_parallel_size():
+    assert [of_model({"model": name}) for name in ("qwen3-4b", "qwen3-8b-tp1")] == [("qwen3-4b", 2), ("qwen3-8b", 1)]
+
+
+def test_checkpoints_come_in_the_papers_order_beside_its_kv4():
+    lines = replay_table(REPLAY)
+    assert [(line["checkpoint"], line["ours at"], line["KV4"]) for line in lines] == [
+        ("4B-100", "TP2", "1.70x"), ("4B-300", "TP2", "2.10x"), ("4B-300", "TP1", "2.20x"),
+    ]  # fmt: skip
+    assert lines[0]["paper KV4, TP2"] == "1.53x" and lines[0]["KV8"] == "-" and replay_table([]) == []
+    figure = checkpoint_speedups(REPLAY)
+    assert {trace.name for trace in figure.data} == {"KV8", "KV4", "KV4, paper"}
+
+
+def test_widths_are_in_order_and_only_the_papers_has_its_share():
+    lines = window_speedups(REPLAY)
+    assert [line["recent positions"] for line in lines] == ["16", "128", "512"]
+    assert [line["paper's share"] for line in lines] == ["", "94%", ""]
+    assert lines[1]["share of KV4's throughput"] == "93.6%"
+    assert list(window_figure(REPLAY).data[0].x) == [16, 128, 512]
+
+
+def test_a_prediction_is_of_the_rows_own_state_format_and_gpus():
+    (timed,) = (r for r in REPLAY if r["metric"] == "decode_replay_ms")
+    assert predicted_ms(timed) == pytest.approx(StepCost(QWEN3_4B, KVConfig("kv4rl"))(640, 640 * 874))
+    whole = predicted_ms(timed | {"model": "qwen3-4b-tp1"})
+    assert whole == pytest.approx(StepCost(QWEN3_4B, KVConfig("kv4rl"), tensor_parallel=1)(640, 640 * 874))
+    assert predicted_and_measured(REPLAY).data[0].y == (17.0,)
+
+
+def test_collections_show_what_execution_and_capacity_gain():
+    cells = {"collection_s": 50, "decode_tokens_per_s": 9000, "cache_pages": 1e5}
+    gains = {"speedup_vs_bf16": 2.0, "speedup_at_bf16_pages": 1.6, "speedup_of_capacity": 1.25}
+    given = {"experiment": "rollout", "model": "qwen3-8b"}
+    rows = [row("kv4rl", "8B-400", m, v, **given) for m, v in (cells | gains).items()]
+    rows += [row("bf16", "8B-400", m, v, **given) for m, v in cells.items()]
+    rows += [row("sync", "8B-400", "collection_s", 1, **given)]
+    first, second = collection_rows(rows)
+    assert first["cache"] == "bf16" and first["over BF16"] == "-"
+    assert (second["over BF16"], second["execution"], second["capacity"]) == ("2.00x", "1.60x", "1.25x")
+
+
+def test_schedulers_ratios_stand_beside_the_papers_where_it_prints_them():
+    given = {"experiment": "rollout", "model": "qwen3-4b"}
+    rows = [row("partial_over_sync", shape, "active_batch_ratio", 8.0, **given) for shape in ("4B-300", "4B-100")]
+    assert [line["paper"] for line in scheduler_rows(rows)] == ["8.27", "drawn only"]
+
+
+def test_todays_engines_are_listed_with_their_ratio():
+    rows = [row("kv4", "256x128+256", "tokens_per_s", 30000.0), row("kv4", "256x128+256", "speedup_vs_generate", 15.2)]
+    (line,) = today_rows(rows)
+    assert line["tokens/s"] == "30,000" and line["over generate"] == "15.2x"
