@@ -29,7 +29,7 @@ class PackedCausal:
     def __call__(self, layer: int, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """q [N, query_heads, d], k and v [N, kv_heads, d] -> [N, query_heads, d]."""
         require(q.shape[0] == self.bounds[-1], "rows", q.shape[0], f"{self.bounds[-1]}, the end of cu_seqlens")
-        if q.is_cuda and q.dtype in (torch.bfloat16, torch.float16):
+        if _flashes(q):
             return self._flash(q, k, v)
         chunks = [causal_chunk(q[a:b], k[a:b], v[a:b], 0) for a, b in pairwise(self.bounds) if b > a]
         return torch.cat(chunks) if chunks else torch.empty_like(q)
@@ -42,6 +42,10 @@ class PackedCausal:
         return varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), **GROUPED)
 
 
+def _flashes(q: Tensor) -> bool:
+    return q.is_cuda and q.dtype in (torch.bfloat16, torch.float16)
+
+
 def causal_chunk(q: Tensor, k_all: Tensor, v_all: Tensor, start: int) -> Tensor:
     """Attention of rows `start, start + 1, …` of one sequence over its keys so far.
 
@@ -49,6 +53,9 @@ def causal_chunk(q: Tensor, k_all: Tensor, v_all: Tensor, start: int) -> Tensor:
     """
     rows, keys = q.shape[0], k_all.shape[0]
     require(keys == start + rows, "k_all rows", keys, f"start + rows = {start + rows}")
+    if _flashes(q):  # aligns the last query with the last key; a mask would have every score written to memory
+        ends = (torch.arange(0, 2 * count, count, dtype=torch.int32, device=q.device) for count in (rows, keys))
+        return varlen_attn(q, k_all, v_all, *ends, rows, keys, window_size=(-1, 0), **GROUPED)
     mask = None
     if start > 0 and rows > 1:
         mask = torch.ones(rows, keys, dtype=torch.bool, device=q.device).tril(start)

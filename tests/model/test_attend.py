@@ -108,7 +108,18 @@ def test_cuda_agrees_with_float64(dtype, heads):
         if stop > start:
             part = slice(start, stop)
             _assert_as_close_as_plain_softmax(out[part], q[part], k[part], v[part])
-    _assert_as_close_as_plain_softmax(causal_chunk(q[50:], k, v, 50), q[50:], k, v)
+    for start in (1, 50, 98):
+        _assert_as_close_as_plain_softmax(causal_chunk(q[start:], k, v, start), q[start:], k, v)
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_a_chunk_of_a_long_prefix_writes_no_scores_to_memory():
+    q, k, v = (x.cuda() for x in _qkv(8192, 16, 4, head_dim=128, dtype=torch.bfloat16))
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    causal_chunk(q[4096:], k, v, 4096)
+    assert torch.cuda.max_memory_allocated() - before < 4 * q.nbytes
 
 
 @pytest.mark.gpu
