@@ -44,7 +44,7 @@ def test_checkpoints_come_in_the_papers_order_beside_its_kv4():
     ]  # fmt: skip
     assert lines[0]["paper KV4, TP2"] == "1.53x" and lines[0]["KV8"] == "-" and replay_table([]) == []
     figure = checkpoint_speedups(REPLAY)
-    assert {trace.name for trace in figure.data} == {"KV8", "KV4", "KV4, paper"}
+    assert {trace.name for trace in figure.data} == {"KV8", "KV4", "KV4, paper (TP2)"}
 
 
 def test_widths_are_in_order_and_only_the_papers_has_its_share():
