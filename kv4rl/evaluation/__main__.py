@@ -102,12 +102,18 @@ def run(words: Sequence[str]) -> None:
             evaluator = Evaluator(settings, grader)
             evaluator.check(sets)
             results = evaluate_sets(evaluator, sets, output, given.reading)
-    rows = evaluation_rows(results, arm=named, model=Path(given.model).name, reading=given.reading)
+    rows = evaluation_rows(results, arm=named, model=model_name(given.model), reading=given.reading)
     written = [write_rows(output.resolve() / FILE, rows)] + ([write_rows(FILE, rows)] if given.save else [])
     for metric in METRICS:
         print(f"\n{metric}, %")
         print(format_table(table(metric, directory=output)))
     print("\nrows in " + ", ".join(map(str, written)))
+
+
+def model_name(given: str) -> str:
+    """What rows call a model: its directory's name, with the run's before it where a run exported it to RUN/model."""
+    path = Path(given)
+    return f"{path.parent.name}/model" if path.name == "model" and path.parent.name else path.name
 
 
 def check(words: Sequence[str]) -> None:

@@ -9,7 +9,7 @@ import pytest
 
 from kv4rl.config import InputError
 from kv4rl.evaluation import EvaluationResult
-from kv4rl.evaluation.__main__ import main
+from kv4rl.evaluation.__main__ import main, model_name
 from kv4rl.evaluation.records import Record, RecordFile, result_of
 from kv4rl.evaluation.report import evaluation_rows, format_table, table
 from kv4rl.evaluation.run import EvaluationSettings, Evaluator
@@ -172,3 +172,8 @@ def test_a_chat_model_answers_word_problems(tmp_path, monkeypatch):
         evaluator.check([problems])
         result = evaluator.run(problems, 43, tmp_path / "seed43.jsonl")
     assert result.verl.shape == (2, 1) and (result.response_tokens <= 24).all() and result.grading_failures == 0
+
+
+def test_a_runs_exported_policy_is_called_after_the_run():
+    names = ("mini-qwen3", "runs/kv8/model", "Qwen/Qwen3-4B-Base", "model")
+    assert [model_name(name) for name in names] == ["mini-qwen3", "kv8/model", "Qwen3-4B-Base", "model"]
