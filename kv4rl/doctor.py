@@ -81,6 +81,7 @@ def _gpu() -> list[Check]:
     ninja = shutil.which("ninja") is not None or find_spec("ninja") is not None
     checks.append(Check("ninja", ninja, "found" if ninja else "absent", "pip install -e '.[gpu]'"))
     checks.append(_package("flashinfer-python", fix="pip install -e '.[gpu]' (BF16 baseline)"))
+    checks.append(_package("torch-memory-saver", fix="pip install -e '.[gpu]' (the KV cache gives its memory back)"))
     return checks
 
 

@@ -19,6 +19,8 @@ _QWEN3_4B = TrainConfig(
     output_dir="runs/qwen3_4b",
     updates=600,
     evaluate_every=50,
+    tensor_parallel=2,
+    memory="phased",
     rollout=RolloutConfig(cache_pages=83022),  # pages per GPU of the 4B pool (Fig. 2)
 )
 
@@ -47,6 +49,23 @@ _MINI = TrainConfig(
     grpo=GRPOConfig(learning_rate=1.5e-4, warmup_updates=2, microbatch_tokens=2048),
 )
 
+# A small model of natural language; `--tasks FILE.jsonl` gives it problems of your own.
+_SMOLLM2 = replace(
+    _MINI,
+    model="smollm2-135m",
+    output_dir="runs/smollm2",
+    updates=100,
+    evaluate_every=25,
+    rollout=RolloutConfig(
+        groups_per_update=16,
+        max_prompt_tokens=512,
+        max_response_tokens=1024,
+        max_active_requests=256,
+        cache_pages=8192,  # a third of what all slots could fill: capacity binds, as at 4B
+    ),
+    grpo=GRPOConfig(learning_rate=5e-6, warmup_updates=5),
+)
+
 PRESETS: dict[str, TrainConfig] = {
     "smoke": replace(
         _MINI,
@@ -58,6 +77,7 @@ PRESETS: dict[str, TrainConfig] = {
         rollout=replace(_MINI.rollout, groups_per_update=2, responses_per_group=4, max_response_tokens=128),
     ),
     "mini": _MINI,
+    "smollm2": _SMOLLM2,
     "qwen3_4b": _QWEN3_4B,
     "qwen3_8b": replace(
         _QWEN3_4B,

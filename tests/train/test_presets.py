@@ -17,6 +17,7 @@ def test_the_papers_presets_hold_table_a1(name):
     assert (g.max_grad_norm, g.clip_low, g.clip_high, g.dual_clip, g.tis_clip) == (1.0, 0.2, 0.2, 3.0, 5.0)
     assert g.kl_coefficient == 0.001
     assert config.kv == KVConfig("kv4rl", sink_tokens=16, recent_tokens=128)
+    assert (config.tensor_parallel, config.memory) == (2, "phased")
 
 
 def test_pages_and_length_of_the_papers_runs():
@@ -24,7 +25,7 @@ def test_pages_and_length_of_the_papers_runs():
     assert (preset("qwen3_4b").updates, preset("qwen3_8b").updates) == (600, 400)
 
 
-@pytest.mark.parametrize("name", ["smoke", "mini"])
+@pytest.mark.parametrize("name", ["smoke", "mini", "smollm2"])
 def test_presets_for_a_laptop_change_sizes_not_the_method(name):
     config = preset(name)
     changed = {"learning_rate", "warmup_updates", "microbatch_tokens"}
