@@ -128,8 +128,9 @@ def arms_of(options: argparse.Namespace, state: State, device: str) -> Sequence[
     return RAGGED_ARMS if state.group.startswith("ragged") else TABLE_ARMS
 
 
-def run(options: argparse.Namespace, decoder: Decoder, say) -> tuple[Times, set[str]]:
-    """Every arm over its states; the times, and the groups whose states all fitted in every arm."""
+def run(options: argparse.Namespace, decoder: Decoder, say, keep) -> Times:
+    """Every arm over its states. After each arm `keep(times, whole)`: a run cut short has what it measured; `whole`:
+    the groups whose states all fitted in every arm so far."""
     states, times, partial = states_of(options), {}, set()
     arms = dict.fromkeys(arm for state in states for arm in arms_of(options, state, options.device))
     for arm in arms:
@@ -145,7 +146,8 @@ def run(options: argparse.Namespace, decoder: Decoder, say) -> tuple[Times, set[
                 count = sum(state.group == group for state in times[arm])
                 total = sum(state_ms(s, t) for s, t in times[arm].items() if s.group == group)
                 say(f"{arm:>12} {group:>10} {count:>3} states {total:9.3f} ms  {value:6.3f}x of bf16")
-    return times, {state.group for state in states} - partial
+        keep(times, {state.group for state in states} - partial)
+    return times
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -184,10 +186,16 @@ def main(arguments: list[str] | None = None) -> None:
         states_of(options)
         decoder = random_model(options.model, device=options.device, communicator=communicator)
     say(f"card: {options.model} tp{options.tp}, random weights at the true shape, {options.samples} samples a state")
-    times, whole = run(options, decoder, say)
     model = options.model if options.tp == 2 else f"{options.model}-tp{options.tp}"
+    path = options.out
+
+    def keep(times: Times, whole: set[str]) -> None:
+        nonlocal path
+        if first:
+            path = write_rows(options.out, rows(times, whole, model))
+
+    times = run(options, decoder, say, keep)
     if first:
-        path = write_rows(options.out, rows(times, whole, model))
         found = {f"{arm} {group}": round(value, 4) for (arm, group), value in aggregates(times).items()}
         say(json.dumps({"experiment": "replay", "model": model, "file": str(path), "speedup_vs_bf16": found}))
     if communicator is not None:
