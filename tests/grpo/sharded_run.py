@@ -8,6 +8,7 @@ import torch.distributed as dist
 from torch.distributed.device_mesh import init_device_mesh
 
 from kv4rl.grpo.learner import GRPOLearner
+from kv4rl.grpo.offload import Offloader
 
 
 def gradients(given, groups) -> dict:
@@ -22,18 +23,21 @@ def gradients(given, groups) -> dict:
 
 
 def trajectory(given) -> dict:
-    """Two updates; then one more by a learner that continues from a saved state, sharded or not."""
+    """Two updates and a turn off the device; then one more, also by a learner that continues from a saved state."""
     make = lambda: GRPOLearner(copy.deepcopy(given["decoder"]), given["config"], given["decoder"], mesh=given["mesh"])
     learner = make()
     for groups in given["groups"][:2]:
         learner.update(groups)
     state = learner.state()
     sent = {name: tensor.clone() for name, tensor in learner.weights.named_compute_weights()}
+    offloader = Offloader(pinned=False)
+    freed = offloader.offload(learner.movables())
+    offloader.restore()
     learner.update(given["groups"][2])
     again = make()
     again.load_state(copy.deepcopy(state))
     again.update(given["groups"][2])
-    return {"state": state, "sent": sent, "last": learner.state(), "again": again.state()}
+    return {"state": state, "sent": sent, "last": learner.state(), "again": again.state(), "freed": freed}
 
 
 def main(source: str, target: str) -> None:

@@ -85,6 +85,13 @@ def test_states_do_not_depend_on_the_number_of_ranks(two_ranks):
         assert (theirs - step[name]).norm() <= 1e-2 * step[name].norm(), name  # AdamW divides by tiny moments
 
 
+def test_shards_moments_and_the_sharded_reference_may_leave(two_ranks):
+    """The third update above was made after they had been away: bit for bit that of a learner which kept them."""
+    inputs, found = two_ranks
+    parameters = sum(parameter.nbytes for parameter in inputs["decoder"].parameters())
+    assert 4 * parameters / 2 <= found["freed"] <= 4.2 * parameters / 2  # masters, two moments, reference; half a rank
+
+
 @settings(max_examples=100)
 @given(lengths=st.lists(st.integers(1, 50), max_size=30), ranks=st.integers(1, 5), max_tokens=st.integers(1, 120))
 def test_every_sequence_is_trained_once_in_microbatches_within_the_budget(lengths, ranks, max_tokens):
