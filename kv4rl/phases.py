@@ -6,16 +6,20 @@ returns. The engine's own weights stay: a sync writes them while the learner is 
 """
 
 import resource
+from dataclasses import replace
 
 import torch
 
-from kv4rl.config import require
+from kv4rl.cache.kv_cache import CacheShape
+from kv4rl.cache.memory_plan import page_bytes
+from kv4rl.config import KVConfig, RolloutConfig, require
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.release import CacheMemory
 from kv4rl.grpo.learner import GRPOLearner
 from kv4rl.grpo.offload import Offloader
 from kv4rl.metrics import Timers
 
+USABLE = 0.8  # of free memory, for pages: steps need workspace beside them
 PHASES = ("collect", "learn", "evaluate")  # the engine's turn, the learner's, and neither's: another engine's
 
 
@@ -62,6 +66,13 @@ class PhaseController:
         """`perf/peak_memory_gb/<phase>` of each phase's latest turn, in GB of 1e9 bytes (on a CPU the process's)."""
         self._note_peak()
         return {f"perf/peak_memory_gb/{phase}": size / 1e9 for phase, size in self.peak_bytes.items()}
+
+    def within_free(self, rollout: RolloutConfig, kv: KVConfig, shape: CacheShape) -> RolloutConfig:
+        """`rollout` with no more pages than the memory that is free now holds, for an engine beside this one's."""
+        if not self._turns:
+            return rollout
+        free = int(torch.cuda.mem_get_info(self._device)[0] * USABLE)
+        return replace(rollout, cache_pages=min(rollout.cache_pages, max(1, free // page_bytes(kv, shape))))
 
     def _move(self, phase: str) -> None:
         engine = self._engine

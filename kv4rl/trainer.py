@@ -10,6 +10,7 @@ from kv4rl.checkpoint import BackgroundSave, Checkpoint, list_checkpoints, load_
 from kv4rl.config import KVConfig, RolloutConfig, TrainConfig, require
 from kv4rl.device import choose_device
 from kv4rl.engine.engine import RolloutEngine
+from kv4rl.engine.release import gives_back
 from kv4rl.engine.request import Request
 from kv4rl.engine.sampler import Sampling
 from kv4rl.evaluation.evaluate import EvaluationResult, evaluate
@@ -17,11 +18,12 @@ from kv4rl.grpo.batch_metrics import collection_metrics, max_over_ranks, mean_ov
 from kv4rl.grpo.host_memory import HostMemory
 from kv4rl.grpo.learner import GRPOLearner
 from kv4rl.grpo.masters import cast_copy, compute_dtype
+from kv4rl.grpo.memory import plan_run
 from kv4rl.grpo.weight_sync import checksum, sync
 from kv4rl.metrics import Timers
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.tensor_parallel import shard_decoder
-from kv4rl.model.weights import eos_token_ids, load_decoder, load_tokenizer, save_decoder
+from kv4rl.model.weights import eos_token_ids, load_config, load_decoder, load_tokenizer, save_decoder
 from kv4rl.phases import PhaseController
 from kv4rl.ranks import Ranks
 from kv4rl.rewards.grader import Grader
@@ -81,6 +83,11 @@ class Trainer:
         prompts = open_stream(config.tasks, self.tokenizer, seed=config.seed, max_prompt_tokens=limit)
         self.left_out = list(prompts.left_out)
         self.evaluation_prompts = _evaluation_prompts(config, self.tokenizer, self.left_out)
+        if self.device.type == "cuda":
+            plan = plan_run(
+                config, load_config(config.model), rollout, self.ranks.size, elastic=gives_back(self.device)
+            )
+            plan.check(torch.cuda.get_device_properties(self.device).total_memory)
         decoder = load_decoder(config.model, dtype=torch.float32, device=self.device)
         self._model_checksum = _checksum(decoder)
         self.grader = grader
@@ -160,10 +167,10 @@ class Trainer:
         timers, config = Timers(self.device), self.config
         self.phases.enter("evaluate", timers)
         with timers("testing"):
+            rollout = self.phases.within_free(config.rollout, KVConfig("bf16"), self.engine.decoder.cache_shape())
             engine = RolloutEngine(
-                self.engine.decoder, KVConfig(precision="bf16"), config.rollout,
-                eos_token_ids=self.engine.eos_token_ids,
-            )  # fmt: skip
+                self.engine.decoder, KVConfig("bf16"), rollout, eos_token_ids=self.engine.eos_token_ids
+            )
             mine, given = self.replica.share(self.evaluation_prompts), {"sampling": evaluation_sampling(config)}
             given |= {"samples": config.evaluate_samples, "grader": self.grader}
             result = evaluate(engine, self.tokenizer, mine, **given) if mine else None

@@ -20,21 +20,19 @@ _numbers = count()
 _kept: set[tuple] = set()
 
 
-class CacheMemory:
-    """Where one engine's cache is allocated. What it held is lost when it is given back; it comes back zeroed.
+def gives_back(device: torch.device | str) -> bool:
+    """Whether an engine on this device can give its cache's memory back and keep the addresses."""
+    return torch.device(device).type == "cuda" and _memory_saver() is not None
 
-    `elastic`: whether this process can give memory back at all.
-    """
+
+class CacheMemory:
+    """Where one engine's cache is allocated. What it held is lost when it is given back; it comes back zeroed."""
 
     def __init__(self, device: torch.device | str):
         self._device = torch.device(device)
-        self._saver = _memory_saver() if self._device.type == "cuda" else None
+        self._saver = _memory_saver() if gives_back(device) else None
         self._tag = f"kv4rl-cache-{next(_numbers)}"
         self._away = False
-
-    @property
-    def elastic(self) -> bool:
-        return self._saver is not None
 
     @property
     def away(self) -> bool:

@@ -5,7 +5,7 @@ import torch
 
 from kv4rl.cache.kv_cache import CacheShape, KVCache
 from kv4rl.config import KVConfig
-from kv4rl.engine.release import CacheMemory
+from kv4rl.engine.release import CacheMemory, gives_back
 
 
 class VirtualMemory:
@@ -69,5 +69,5 @@ def test_a_cpu_gives_nothing_back(cache):
     memory = CacheMemory("cpu")
     with memory.allocating():
         pass
-    assert not memory.elastic and memory.release(cache) == 0 and not memory.away
+    assert not gives_back("cpu") and memory.release(cache) == 0 and not memory.away
     memory.restore(cache)
