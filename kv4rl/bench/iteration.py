@@ -10,6 +10,8 @@ layers and attention are not counted, so 6/8 of the rate is the most it can reac
     python -m kv4rl.bench iteration --model qwen3-4b --parts learner sync switch --tokens 65536 --hbm-gb 60
 
 Without the part `rollout` the learner is fed made-up groups of at least `--tokens` tokens, and nothing is collected.
+`--learner-share` below 1 trains on that share of the collected groups and multiplies the learner's seconds by the
+tokens left out: rows that contain them are then marked as simulated.
 """
 
 import argparse
@@ -50,6 +52,9 @@ from kv4rl.rollout.share import SharedStream
 from kv4rl.rollout.workload import Workload
 
 EOS = 1
+WARM_SHRINK = 8  # the update that only compiles has responses this many times shorter
+LEARNER = ("old_logprob_s", "reference_logprob_s", "logprob_s", "update_s")
+SCALED = (*LEARNER, "iteration_s", "learner_tokens_per_s", "learner_share_of_dense", "speedup_vs_bf16")
 PARTS = ("rollout", "learner", "sync", "switch", "checkpoint")
 SECONDS = {  # metric -> the timers that make it up
     "rollout_s": ("gen",), "old_logprob_s": ("old_log_prob",), "reference_logprob_s": ("ref",),
@@ -81,6 +86,8 @@ class Bench:
 
 def make(options: argparse.Namespace, ranks: Ranks, name: str) -> Bench:
     """Everything but the engine. Raises `ValueError` where ranks, lengths and positions do not fit together."""
+    share = options.learner_share
+    require(0 < share <= 1, "learner-share", share, "a number > 0 and <= 1")
     replica, dense = ranks.replica(options.tp), dense_flops_per_s(ranks.device)
     decoder = random_model(options.model, dtype=torch.float32, device=ranks.device)
     parameters = multiplied_parameters(decoder)
@@ -138,12 +145,13 @@ def make_collector(bench: Bench, engine: RolloutEngine) -> PartialCollector:
 
 
 def prepare(bench: Bench, engine: RolloutEngine) -> None:
-    """One small update and two switches: compiles, makes AdamW's moments, pins host memory; none of it is timed."""
-    warm = synthetic_groups(bench.workload, bench.learner.weights.decoder.config.vocab_size, 1, eos=EOS)
-    for _ in range(2):
-        bench.phases.enter("learn")
-        iterate_learner(bench, engine, warm, Timers(bench.ranks.device))
-        bench.phases.enter("collect")
+    """A small update between two switches: compiles, makes AdamW's moments, pins host memory; none of it is timed."""
+    vocabulary, shorter = bench.learner.weights.decoder.config.vocab_size, shrunk(bench.workload, WARM_SHRINK)
+    bench.phases.enter("learn")
+    iterate_learner(
+        bench, engine, synthetic_groups(shorter, vocabulary, 1, eos=EOS), Timers(bench.ranks.device)
+    )  # fmt: skip
+    bench.phases.enter("collect")
 
 
 def iterate_learner(bench: Bench, engine: RolloutEngine, groups: list[PromptGroup], timers: Timers) -> None:
@@ -158,7 +166,7 @@ def iterate_learner(bench: Bench, engine: RolloutEngine, groups: list[PromptGrou
 
 
 def iterate(bench: Bench, engine: RolloutEngine, collector: PartialCollector, made: list[PromptGroup]) -> dict:
-    """One iteration: seconds of its parts, the slowest rank's; trained tokens; peaks."""
+    """One iteration: seconds of its parts, the slowest rank's; tokens to train on; peaks."""
     timers = Timers(bench.ranks.device)
     with timers("step"):
         bench.phases.enter("collect", timers)
@@ -168,11 +176,20 @@ def iterate(bench: Bench, engine: RolloutEngine, collector: PartialCollector, ma
                 collected = collector.collect().groups
             groups = reward(bench.gathered(collected))
         bench.phases.enter("learn", timers)
-        iterate_learner(bench, engine, groups, timers)
+        part = groups[: max(1, round(len(groups) * bench.options.learner_share))]
+        iterate_learner(bench, engine, part, timers)
     found = {name: sum(timers.seconds.get(part, 0.0) for part in parts) for name, parts in SECONDS.items()}
     found |= {name.removeprefix("perf/").replace("/", "_"): v for name, v in bench.phases.metrics().items()}
     slowest = max_over_ranks(bench.ranks.gather(found))
-    return slowest | {"trained_tokens": float(input_tokens(groups))}
+    return scaled(slowest, input_tokens(groups), input_tokens(part))
+
+
+def scaled(seconds: dict[str, float], tokens: int, trained: int) -> dict[str, float]:
+    """A learner that trained on some of the tokens, at the same rate on all of them."""
+    factor = tokens / trained
+    left_out = (factor - 1) * (seconds["logprob_s"] + seconds["update_s"])
+    learner = {name: seconds[name] * factor for name in LEARNER}
+    return seconds | learner | {"iteration_s": seconds["iteration_s"] + left_out, "trained_tokens": float(tokens)}
 
 
 def run_arm(bench: Bench, precision: str, made: list[PromptGroup]) -> dict[str, list[float]]:
@@ -217,20 +234,22 @@ def checkpoint_seconds(bench: Bench) -> dict[str, list[float]]:
 
 def rows(bench: Bench, shape: str, found: dict[str, dict[str, list[float]]]) -> list[dict]:
     """CSV rows: means over iterations with least and most, and for whole iterations the speedup of summed times."""
-    options, size = bench.options, bench.ranks.size
-    model = options.model + (f"-tp{options.tp}" if options.tp > 1 else "")
-    about, made = {"experiment": "iteration", "model": model, "shape": shape}, []
+    options = bench.options
+    about = {"experiment": "iteration", "model": options.model + (f"-tp{options.tp}" if options.tp > 1 else "")}
+    about |= {"shape": shape}
+    scope = lambda metric: "simulated" if options.learner_share < 1 and metric in SCALED else "measured"
+    made = []
     for arm, columns in found.items():
         for metric, values in columns.items():
             if metric.endswith("_s") and not any(values):
                 continue  # a part that was not asked for
-            given = {"arm": arm, "metric": metric, "unit": unit(metric), "value": fmean(values)}
+            given = {"arm": arm, "metric": metric, "unit": unit(metric), "scope": scope(metric), "value": fmean(values)}
             made.append(result_row(**about, **given, low=min(values), high=max(values), n=len(values)))
     for arm, value in speedups(found).items():
-        given = {"arm": arm, "metric": "speedup_vs_bf16", "unit": "x", "value": value}
-        made.append(result_row(**about, **given, n=options.iterations))
-    dense = {"arm": "dense_matmul", "metric": "flops_per_s", "unit": "FLOP/s", "value": bench.dense * size}
-    return [*made, result_row(**about, **dense)]
+        given = {"arm": arm, "metric": "speedup_vs_bf16", "unit": "x", "scope": scope("speedup_vs_bf16")}
+        made.append(result_row(**about, **given, value=value, n=options.iterations))
+    dense = {"arm": "dense_matmul", "metric": "flops_per_s", "unit": "FLOP/s"}
+    return [*made, result_row(**about, **dense, value=bench.dense * bench.ranks.size)]
 
 
 def unit(metric: str) -> str:
@@ -275,6 +294,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--workspace-tokens", type=int, default=32768 if cuda else 1024)
     add("--microbatch-tokens", type=int, default=16384 if cuda else 512)
     add("--tokens", type=int, default=131072 if cuda else 512, help="made-up tokens of an update without rollout")
+    add("--learner-share", type=float, default=1.0, help="of the collected groups that the learner trains on")
     add("--iterations", type=int, default=2, help="measured")
     add("--warmup", type=int, default=3, help="collections before them")
     add("--seed", type=int, default=6101)

@@ -8,7 +8,7 @@ import sys
 import pytest
 import torch
 
-from kv4rl.bench.iteration import main, speedups
+from kv4rl.bench.iteration import main, scaled, speedups
 from kv4rl.bench.learner_load import input_tokens, multiplied_parameters, synthetic_groups
 from kv4rl.grpo.packing import pack
 from kv4rl.model.shapes import random_model
@@ -53,6 +53,19 @@ def test_learner_sync_switch_and_checkpoint_alone_collect_nothing(tmp_path, monk
         assert rows["learner", metric] > 0
 
 
+def test_a_learner_that_trains_on_a_share_is_scaled_to_all_tokens_and_marked_as_simulated(tmp_path):
+    out = tmp_path / "iteration.csv"
+    main([*SMALL, "--precisions", "bf16", "--iterations", "1", "--learner-share", "0.5", "--out", str(out)])
+    scopes = {row["metric"]: row["scope"] for row in read_rows(out)}
+    assert scopes["iteration_s"] == scopes["update_s"] == "simulated" and scopes["rollout_s"] == "measured"
+    seconds = {"old_logprob_s": 1.0, "reference_logprob_s": 2.0, "logprob_s": 3.0, "update_s": 4.0}
+    seconds |= {"iteration_s": 10.0, "rollout_s": 3.0}
+    found = scaled(seconds, tokens=30, trained=10)
+    assert found["logprob_s"] == 9 and found["update_s"] == 12 and found["rollout_s"] == 3
+    assert found["iteration_s"] == 10 + 2 * 7 and found["trained_tokens"] == 30
+    assert scaled(seconds, 10, 10) == seconds | {"trained_tokens": 10.0}
+
+
 def test_two_ranks_share_learner_and_engine(tmp_path):
     out = tmp_path / "iteration.csv"
     torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
@@ -90,6 +103,7 @@ def test_the_embedding_counts_only_where_it_is_the_head():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
+        (["--learner-share", "0"], "learner-share=0.0: expected a number > 0 and <= 1"),
         (["--tp", "2"], "tensor_parallel=2: expected a divisor of 1"),
         (["--shrink", "2"], "shrink=2.0: expected lengths within the model's 2048"),
         (["--model", "qwen9"], "model='qwen9': expected one of qwen3-4b, qwen3-8b"),
