@@ -78,9 +78,10 @@ def test_a_learner_that_was_away_holds_the_same_bits_in_pinned_memory_only(decod
     learner = GRPOLearner(decoder, GRPOConfig())
     before = learner.state()["weights"]
     phases = PhaseController(learner, torch.device("cuda"), take_turns=True)
+    own = sum(movable.tensor.nbytes for movable in learner.movables())
     held = torch.cuda.memory_allocated()
     phases.enter("collect")
-    assert torch.cuda.memory_allocated() < held / 10
+    assert held - torch.cuda.memory_allocated() >= own  # whatever other tests left allocated
     phases.enter("learn")
     after = learner.state()["weights"]
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())

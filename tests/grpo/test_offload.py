@@ -1,5 +1,7 @@
 """Learner states that leave their storages and come back: same tensors, same bits, host memory made once."""
 
+import gc
+
 import pytest
 import torch
 
@@ -14,6 +16,38 @@ from kv4rl.grpo.offload import Movable, Offloader
 def small_slabs(monkeypatch):
     """Several slabs are needed."""
     monkeypatch.setattr(host_memory, "SLAB", 256)
+
+
+class Runtime:
+    """Stands in for the CUDA runtime: what is page-locked, by address."""
+
+    def __init__(self, error=0):
+        self.locked, self.error = {}, error
+
+    def cudaHostRegister(self, address, size, flags):
+        self.locked[address] = size
+        return self.error
+
+    def cudaHostUnregister(self, address):
+        del self.locked[address]
+
+
+@pytest.fixture
+def runtime(monkeypatch):
+    runtime = Runtime()
+    monkeypatch.setattr(torch.cuda, "cudart", lambda: runtime)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
+    return runtime
+
+
+def test_slabs_are_page_locked_until_their_owner_is_gone(small_slabs, runtime):
+    host = HostMemory(pinned=True)
+    copies = [host.copy(str(i), torch.full((50,), float(i))) for i in range(9)]
+    assert len(runtime.locked) > 1 and sum(runtime.locked.values()) == host.nbytes
+    assert all((copy == i).all() for i, copy in enumerate(copies))
+    del host
+    gc.collect()
+    assert not runtime.locked and all((copy == i).all() for i, copy in enumerate(copies))
 
 
 def test_storages_are_empty_while_away_and_come_back_bit_for_bit(small_slabs):
