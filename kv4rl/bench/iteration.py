@@ -7,7 +7,7 @@ rate counts 6 N FLOPs a token (N: multiplied weights) against large BF16 product
 layers and attention are not counted, so 6/8 of the rate is the most it can reach.
 
     torchrun --nproc-per-node 2 -m kv4rl.bench iteration --model qwen3-4b --fits 4B-300 --tp 2
-    python -m kv4rl.bench iteration --model qwen3-4b --parts learner sync switch --tokens 65536 --hbm-gb 60
+    python -m kv4rl.bench iteration --model qwen3-4b --parts learner --tokens 65536
 
 Without the part `rollout` the learner is fed made-up groups of at least `--tokens` tokens, and nothing is collected.
 `--learner-share` below 1 trains on that share of the collected groups and multiplies the learner's seconds by the
@@ -20,7 +20,7 @@ import json
 import tempfile
 import time
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import torch
@@ -55,6 +55,7 @@ EOS = 1
 WARM_SHRINK = 8  # the update that only compiles has responses this many times shorter
 LEARNER = ("old_logprob_s", "reference_logprob_s", "logprob_s", "update_s")
 SCALED = (*LEARNER, "iteration_s", "learner_tokens_per_s", "learner_share_of_dense", "speedup_vs_bf16")
+NEED_ENGINE = {"rollout", "sync", "switch"}
 PARTS = ("rollout", "learner", "sync", "switch", "checkpoint")
 SECONDS = {  # metric -> the timers that make it up
     "rollout_s": ("gen",), "old_logprob_s": ("old_log_prob",), "reference_logprob_s": ("ref",),
@@ -73,11 +74,17 @@ class Bench:
     workload: Workload
     rollout: RolloutConfig
     learner: GRPOLearner
-    decoder: Decoder  # the engine's, in the compute dtype, perhaps a shard
+    decoder: Decoder | None  # the engine's, in the compute dtype, perhaps a shard; None if no part needs an engine
     phases: PhaseController
     parameters: int  # N
     dense: float  # FLOP/s of one GPU
     version: int = 0
+    started: float = field(default_factory=time.perf_counter)
+
+    def say(self, text: str) -> None:
+        """A line of progress with the seconds so far, from the first rank."""
+        if self.ranks.leads:
+            print(f"[{time.perf_counter() - self.started:7.1f} s] {text}", flush=True)
 
     def gathered(self, items: list) -> list:
         """What the replicas hold, on all ranks."""
@@ -88,19 +95,27 @@ def make(options: argparse.Namespace, ranks: Ranks, name: str) -> Bench:
     """Everything but the engine. Raises `ValueError` where ranks, lengths and positions do not fit together."""
     share = options.learner_share
     require(0 < share <= 1, "learner-share", share, "a number > 0 and <= 1")
-    replica, dense = ranks.replica(options.tp), dense_flops_per_s(ranks.device)
+    started, replica, dense = time.perf_counter(), ranks.replica(options.tp), dense_flops_per_s(ranks.device)
     decoder = random_model(options.model, dtype=torch.float32, device=ranks.device)
-    parameters = multiplied_parameters(decoder)
-    copy = cast_copy(decoder, compute_dtype("auto", ranks.device))
-    rollout_decoder = copy if replica.communicator is None else shard_decoder(copy, replica.communicator)
-    decoder.recompute_layers = True  # Table A1
-    del copy
     workload = replace(shrunk(fit(name).workload(options.seed), options.shrink), siblings=options.siblings)
-    rollout = _rollout(options, workload, decoder.config.max_positions)
-    config = GRPOConfig(microbatch_tokens=options.microbatch_tokens)
-    learner = GRPOLearner(decoder, config, mesh=ranks.mesh)
+    rollout, parameters = _rollout(options, workload, decoder.config.max_positions), multiplied_parameters(decoder)
+    rollout_decoder = _rollout_decoder(decoder, replica) if NEED_ENGINE & set(options.parts) else None
+    decoder.recompute_layers = True  # Table A1
+    learner = GRPOLearner(decoder, GRPOConfig(microbatch_tokens=options.microbatch_tokens), mesh=ranks.mesh)
     phases = PhaseController(learner, ranks.device, take_turns="switch" in options.parts)
-    return Bench(options, ranks, replica, workload, rollout, learner, rollout_decoder, phases, parameters, dense)
+    bench = Bench(
+        options, ranks, replica, workload, rollout, learner, rollout_decoder, phases, parameters, dense, started=started
+    )
+    bench.say(
+        f"card: {options.model} tp{options.tp}, random weights, {parameters / 1e9:.3g}B multiplied, "
+        f"{ranks.size} x {dense / 1e12:.4g} dense TFLOP/s, T={options.groups} a replica: built"
+    )
+    return bench
+
+
+def _rollout_decoder(decoder: Decoder, replica: Replica) -> Decoder:
+    copy = cast_copy(decoder, compute_dtype("auto", decoder.device))
+    return copy if replica.communicator is None else shard_decoder(copy, replica.communicator)
 
 
 def _rollout(options: argparse.Namespace, workload: Workload, positions: int) -> RolloutConfig:
@@ -117,23 +132,29 @@ def _rollout(options: argparse.Namespace, workload: Workload, positions: int) ->
     )
 
 
-def make_engine(bench: Bench, precision: str) -> RolloutEngine:
+def make_engine(bench: Bench, precision: str) -> RolloutEngine | None:
     """The engine of one arm, its graphs captured; the memory of the one before has been given back."""
     bench.phases.attach(None)
     gc.collect()
+    if bench.decoder is None:
+        return None
     bench.phases.enter("collect")
-    kv = KVConfig(precision)
-    plan = plan_engine(bench.decoder, kv, bench.rollout, int(bench.options.hbm_gb * 1e9))
+    bench.say("the learner is away")
+    kv, rollout = KVConfig(precision), bench.rollout
+    plan = plan_engine(bench.decoder, kv, rollout, int(bench.options.hbm_gb * 1e9))
+    rollout = within(plan, rollout)
+    if not {"rollout", "switch"} & set(bench.options.parts):
+        rollout = replace(rollout, cache_pages=1)  # a sync needs none
     engine = RolloutEngine(
-        bench.decoder, kv, within(plan, bench.rollout), eos_token_ids=(EOS,), forced_lengths=bench.workload,
-        memory=bench.phases.memory(),
-    )  # fmt: skip
+        bench.decoder, kv, rollout, eos_token_ids=(EOS,), forced_lengths=bench.workload, memory=bench.phases.memory()
+    )
     if precision == "bf16" and engine.cache.backend.name == "cuda":
         engine.cache.backend = FlashInferBackend(engine.cache)
     bench.phases.attach(engine)
     engine.policy_version = bench.version
     if "rollout" in bench.options.parts:
         engine.capture()
+    bench.say(f"{precision} engine with {rollout.cache_pages} pages")
     return engine
 
 
@@ -144,28 +165,29 @@ def make_collector(bench: Bench, engine: RolloutEngine) -> PartialCollector:
     return PartialCollector(engine, prompts, engine.rollout, grade=None, eos_token_ids=(EOS,))
 
 
-def prepare(bench: Bench, engine: RolloutEngine) -> None:
+def prepare(bench: Bench, engine: RolloutEngine | None) -> None:
     """A small update between two switches: compiles, makes AdamW's moments, pins host memory; none of it is timed."""
     vocabulary, shorter = bench.learner.weights.decoder.config.vocab_size, shrunk(bench.workload, WARM_SHRINK)
+    small = synthetic_groups(shorter, vocabulary, 1, eos=EOS)
     bench.phases.enter("learn")
-    iterate_learner(
-        bench, engine, synthetic_groups(shorter, vocabulary, 1, eos=EOS), Timers(bench.ranks.device)
-    )  # fmt: skip
+    iterate_learner(bench, engine, small, Timers(bench.ranks.device))
+    bench.say("compiled and warmed up")
     bench.phases.enter("collect")
+    bench.say("the learner is away, moments too")
 
 
-def iterate_learner(bench: Bench, engine: RolloutEngine, groups: list[PromptGroup], timers: Timers) -> None:
+def iterate_learner(bench: Bench, engine: RolloutEngine | None, groups: list[PromptGroup], timers: Timers) -> None:
+    bench.version += 1
     if "learner" in bench.options.parts:
         bench.learner.update(groups, timers)
-    bench.version += 1
     if "sync" in bench.options.parts:
         with timers("update_weights"):
             sync(bench.learner, engine, bench.version)
-    else:
+    elif engine is not None:
         engine.policy_version = bench.version
 
 
-def iterate(bench: Bench, engine: RolloutEngine, collector: PartialCollector, made: list[PromptGroup]) -> dict:
+def iterate(bench: Bench, engine: RolloutEngine | None, collector: PartialCollector | None, made: list) -> dict:
     """One iteration: seconds of its parts, the slowest rank's; tokens to train on; peaks."""
     timers = Timers(bench.ranks.device)
     with timers("step"):
@@ -175,12 +197,14 @@ def iterate(bench: Bench, engine: RolloutEngine, collector: PartialCollector, ma
             with timers("gen"):
                 collected = collector.collect().groups
             groups = reward(bench.gathered(collected))
+            bench.say(f"collected in {timers.seconds['gen']:.1f} s")
         bench.phases.enter("learn", timers)
         part = groups[: max(1, round(len(groups) * bench.options.learner_share))]
         iterate_learner(bench, engine, part, timers)
     found = {name: sum(timers.seconds.get(part, 0.0) for part in parts) for name, parts in SECONDS.items()}
     found |= {name.removeprefix("perf/").replace("/", "_"): v for name, v in bench.phases.metrics().items()}
     slowest = max_over_ranks(bench.ranks.gather(found))
+    bench.say(", ".join(f"{name} {slowest[name]:.2f}" for name in SECONDS if slowest[name]))
     return scaled(slowest, input_tokens(groups), input_tokens(part))
 
 
@@ -195,7 +219,7 @@ def scaled(seconds: dict[str, float], tokens: int, trained: int) -> dict[str, fl
 def run_arm(bench: Bench, precision: str, made: list[PromptGroup]) -> dict[str, list[float]]:
     """Metric -> its value in each measured iteration."""
     engine = make_engine(bench, precision)
-    collector = make_collector(bench, engine)
+    collector = None if made else make_collector(bench, engine)
     prepare(bench, engine)
     if not made:
         for _ in range(bench.options.warmup):
@@ -208,7 +232,8 @@ def run_arm(bench: Bench, precision: str, made: list[PromptGroup]) -> dict[str, 
         columns["learner_tokens_per_s"] = rates
         ceiling = bench.dense * bench.ranks.size
         columns["learner_share_of_dense"] = [6 * bench.parameters * rate / ceiling for rate in rates]
-    columns["cache_pages"] = [float(engine.rollout.cache_pages)]
+    if engine is not None:
+        columns["cache_pages"] = [float(engine.rollout.cache_pages)]
     if "checkpoint" in bench.options.parts:
         columns |= checkpoint_seconds(bench)
     bench.phases.enter("learn")
@@ -305,42 +330,37 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def measure(bench: Bench, shape: str, say) -> dict[str, dict[str, list[float]]]:
-    """Every arm at one fit; without rollout a single one, "learner", beside the first precision's engine."""
+def measure(bench: Bench, shape: str) -> dict[str, dict[str, list[float]]]:
+    """Every arm at one fit, its rows written at once; without rollout one arm, "learner", and the first precision's
+    engine."""
     options, found = bench.options, {}
-    if "rollout" in options.parts:
-        for precision in options.precisions:
-            found[precision] = run_arm(bench, precision, [])
-            say(f"{shape} {precision}: " + ", ".join(f"{s:.2f} s" for s in found[precision]["iteration_s"]))
-    else:
-        vocabulary = bench.learner.weights.decoder.config.vocab_size
-        made = synthetic_groups(bench.workload, vocabulary, options.tokens, eos=EOS)
-        found["learner"] = run_arm(bench, options.precisions[0], made)
+    for precision in options.precisions if "rollout" in options.parts else options.precisions[:1]:
+        arm, made = precision, []
+        if "rollout" not in options.parts:
+            vocabulary = bench.learner.weights.decoder.config.vocab_size
+            arm, made = "learner", synthetic_groups(bench.workload, vocabulary, options.tokens, eos=EOS)
+        found[arm] = run_arm(bench, precision, made)
+        if bench.ranks.leads:
+            write_rows(options.out, rows(bench, shape, found))
+    if bench.ranks.leads:
+        print(table(found), flush=True)
     return found
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options = parse(arguments)
+    options, summary = parse(arguments), {}
     with connect(options.device) as ranks:
-        say = (lambda text: print(text, flush=True)) if ranks.leads else (lambda text: None)
-        summary, path = {}, options.out
         for name in options.fits:
             with one_sentence("kv4rl.bench iteration"):
                 bench = make(options, ranks, name)
             shape = name if options.shrink == 1 else f"{name}/{options.shrink:g}"
-            say(
-                f"card: {options.model} tp{options.tp}, random weights, {bench.parameters / 1e9:.3g}B multiplied, "
-                f"{ranks.size} x {bench.dense / 1e12:.4g} dense TFLOP/s, T={options.groups} a replica"
-            )
-            found = measure(bench, shape, say)
-            say(table(found))
-            if ranks.leads:
-                path = write_rows(options.out, rows(bench, shape, found))
+            found = measure(bench, shape)
             summary[shape] = {arm: {m: fmean(v) for m, v in columns.items()} for arm, columns in found.items()}
             summary[shape]["speedup_vs_bf16"] = speedups(found)
             del bench
             gc.collect()
-        say(json.dumps({"experiment": "iteration", "file": str(path), "found": summary}))
+        if ranks.leads:
+            print(json.dumps({"experiment": "iteration", "file": str(options.out), "found": summary}))
 
 
 if __name__ == "__main__":

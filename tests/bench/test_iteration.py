@@ -2,12 +2,14 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 
 import pytest
 import torch
 
+from kv4rl.bench import iteration
 from kv4rl.bench.iteration import main, scaled, speedups
 from kv4rl.bench.learner_load import input_tokens, multiplied_parameters, synthetic_groups
 from kv4rl.grpo.packing import pack
@@ -51,6 +53,23 @@ def test_learner_sync_switch_and_checkpoint_alone_collect_nothing(tmp_path, monk
     assert ("learner", "rollout_s") not in rows and ("learner", "speedup_vs_bf16") not in rows
     for metric in ("update_s", "sync_s", "switch_s", "checkpoint_s", "learner_tokens_per_s"):
         assert rows["learner", metric] > 0
+
+
+def test_the_learner_alone_needs_no_engine_and_says_how_far_it_is(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr("kv4rl.bench.iteration.RolloutEngine", None)
+    main([*SMALL, "--parts", "learner", "--iterations", "1", "--tokens", "200", "--out", str(tmp_path / "x.csv")])
+    said = capsys.readouterr().out
+    for stage in ("built", "compiled and warmed up", "update_s"):
+        assert re.search(rf"\[ +\d+\.\d s\] .*{stage}", said), stage
+
+
+def test_an_arm_that_is_done_keeps_its_rows_when_the_next_one_fails(tmp_path, monkeypatch):
+    out, collect = tmp_path / "iteration.csv", iteration.PartialCollector.collect
+    refuse = lambda self: 1 / 0 if self.engine.cache.kv.precision == "kv4rl" else collect(self)
+    monkeypatch.setattr("kv4rl.bench.iteration.PartialCollector.collect", refuse)
+    with pytest.raises(ZeroDivisionError):
+        main([*SMALL, "--iterations", "1", "--out", str(out)])
+    assert rows_of(out)["bf16", "iteration_s"] > 0
 
 
 def test_a_learner_that_trains_on_a_share_is_scaled_to_all_tokens_and_marked_as_simulated(tmp_path):
