@@ -18,14 +18,16 @@ through FlashInfer, and every batch bucket is captured before the first collecti
 import argparse
 import gc
 import json
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 
-from kv4rl.bench.outcome import BALANCE, Outcome, over_replicas
+from kv4rl.bench.carried import dealt, simulated_state
+from kv4rl.bench.outcome import Outcome, gains, over_replicas, rows, table
 from kv4rl.cli import one_sentence
 from kv4rl.config import PAGE_TOKENS, PRECISIONS, KVConfig, RolloutConfig, require
 from kv4rl.engine.engine import RolloutEngine
@@ -34,12 +36,11 @@ from kv4rl.engine.memory import plan_engine
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.shapes import SHAPES, random_model
 from kv4rl.ranks import Ranks, Replica, connect
-from kv4rl.results import result_row, write_rows
+from kv4rl.results import RESULTS, write_rows
+from kv4rl.rollout.collector import CollectionStats
 from kv4rl.rollout.fits import FITS, fit
 from kv4rl.rollout.forced import RandomPrompts, shrunk
-from kv4rl.rollout.paper_traces import ratios
 from kv4rl.rollout.partial import PartialCollector
-from kv4rl.rollout.share import SharedStream
 from kv4rl.rollout.simulator import summarize
 from kv4rl.rollout.sync import SyncCollector
 from kv4rl.rollout.trace import Trace
@@ -47,11 +48,6 @@ from kv4rl.rollout.workload import Workload
 
 EOS = 1
 COLLECTORS = {"sync": SyncCollector, "partial": PartialCollector}
-UNITS = {
-    "active_requests": "requests", "resident_kv_bytes": "B", "decode_step_ms": "ms", "decode_tokens_per_s": "tokens/s",
-    "decode_wall_tokens_per_s": "tokens/s",
-    "calls_per_interval": "calls", "collection_s": "s", "cache_pages": "pages", "preemptions": "requests", BALANCE: "x",
-}  # fmt: skip
 
 
 class DeviceTrace(Trace):
@@ -82,6 +78,8 @@ class Setting:
     warmup: int  # before them, to form the carry pool (§B.3)
     ranks: Ranks
     replica: Replica  # that this process belongs to: prompts are dealt out to replicas, everything else is shared
+    simulate_warmup: bool  # the intervals before those measured (`bench/carried.py`)
+    say: Callable[[str], None]
 
     def pages(self, precision: str) -> int:
         """What the budget buys a format. Raises `ValueError`, item by item, if it buys none."""
@@ -94,17 +92,21 @@ def run(setting: Setting, collector: str, precision: str, pages: int) -> Outcome
     Replicas take turns at one prompt stream; noise is keyed by prompt, so no two of them draw the same.
     """
     config = replace(setting.rollout, collector=collector, cache_pages=pages)
+    vocabulary, replica, kind = setting.decoder.config.vocab_size, setting.replica, COLLECTORS[collector]
+    begin = time.perf_counter()
     engine = _engine(setting, precision, config)
-    prompts, replica = RandomPrompts(setting.workload, setting.decoder.config.vocab_size), setting.replica
-    if replica.count > 1:
-        prompts = SharedStream(prompts, replica.number, replica.count)
-    trace = DeviceTrace()
-    kind = COLLECTORS[collector]
+    setting.say(f"{collector} {precision}: engine of {pages} pages ready in {time.perf_counter() - begin:.1f} s")
+    prompts, trace = dealt(RandomPrompts(setting.workload, vocabulary), replica), DeviceTrace()
     collecting = kind(engine, prompts, config, grade=None, eos_token_ids=(EOS,), trace=trace)
+    first = setting.warmup if setting.simulate_warmup else 0
+    if first:
+        given = {"intervals": first, "vocab_size": vocabulary, "eos": EOS}
+        collecting.load_state(simulated_state(kind, config, setting.workload, replica, **given))
     intervals = []
-    for version in range(1, setting.warmup + setting.collections + 1):
-        intervals.append(collecting.collect().stats)
+    for version in range(first, setting.warmup + setting.collections):
         engine.policy_version = version  # a simulated update: the policy stays frozen, ages grow (§B.3)
+        intervals.append(collecting.collect().stats)
+        setting.say(f"{collector} {precision}: {interval_line(intervals[-1])}")
     engine.check_drained()
     measured = range(setting.warmup, setting.warmup + setting.collections)
     summary = summarize(trace, measured)
@@ -118,10 +120,20 @@ def run(setting: Setting, collector: str, precision: str, pages: int) -> Outcome
         "preemptions": float(trace.column("preemptions")[np.isin(trace.column("collection"), measured)].sum()),
         "cache_pages": float(pages),
     }
-    kept = intervals[setting.warmup :]
+    kept = intervals[-setting.collections :]
     responses = sum(stats.finished_responses for stats in kept)
     own = Outcome(metrics, [stats.collection_s for stats in kept], summary, (responses,))
     return over_replicas(own, setting.ranks, replica)
+
+
+def interval_line(stats: CollectionStats) -> str:
+    """What one collection took, for whoever waits."""
+    rate = stats.decode_tokens / stats.collection_s
+    return (
+        f"collection {stats.collection} took {stats.collection_s:.1f} s, {stats.steps} steps "
+        f"({stats.decode_steps} pure decode), {stats.decode_tokens} tokens decoded, {stats.prefill_tokens} prefilled, "
+        f"{rate:.0f} tokens/s in all"
+    )
 
 
 def wall_tokens_per_second(trace: DeviceTrace, collections: Sequence[int]) -> float:
@@ -144,73 +156,26 @@ def _engine(setting: Setting, precision: str, config: RolloutConfig) -> RolloutE
     return engine
 
 
-def schedulers(setting: Setting) -> dict[str, Outcome]:
-    """Synchronous and partial collection over the unquantised cache, same pages (Figs. 2 and A1)."""
-    pages = setting.pages("bf16")
-    return {name: run(setting, name, "bf16", pages) for name in COLLECTORS}
+@dataclass(frozen=True)
+class Arm:
+    """One run: its place among the outcomes, and what differs from the others."""
+
+    key: str | tuple[str, str]  # a collector's name, or (precision, "own pages" or "bf16 pages")
+    collector: str
+    precision: str
+    pages: int
 
 
-def precisions(
-    setting: Setting, names: Sequence[str], pages: Sequence[str] = ("own", "bf16")
-) -> dict[tuple[str, str], Outcome]:
-    """(precision, "own pages" or "bf16 pages") -> outcome of partial collection under one budget."""
-    shared, found = setting.pages("bf16"), {}
-    for name in names:
-        if "own" in pages or name == "bf16":
-            found[name, "own pages"] = run(setting, "partial", name, setting.pages(name))
-        if "bf16" in pages and name != "bf16":
-            found[name, "bf16 pages"] = run(setting, "partial", name, shared)
-    return found
-
-
-def gains(found: dict[tuple[str, str], Outcome]) -> dict[str, dict[str, float]]:
-    """precision -> collection speedups over BF16: together, at BF16's pages, and what the pages add, as far as run."""
-    total = {key: sum(outcome.seconds) for key, outcome in found.items()}
-    if ("bf16", "own pages") not in total:
-        return {}
-    made: dict[str, dict[str, float]] = {}
-    for (name, pages), seconds in total.items():
-        if name != "bf16":
-            metric = "speedup_vs_bf16" if pages == "own pages" else "speedup_at_bf16_pages"
-            made.setdefault(name, {})[metric] = total["bf16", "own pages"] / seconds
-    for values in made.values():
-        if len(values) == 2:
-            values["speedup_of_capacity"] = values["speedup_vs_bf16"] / values["speedup_at_bf16_pages"]
-    return made
-
-
-def rows(shape: str, model: str, setting: Setting, traces: dict, found: dict) -> list[dict]:
-    """CSV rows of one fit: the schedulers' metrics and ratios, the precisions' metrics and gains."""
-    about = {"experiment": "rollout", "model": model, "shape": shape}
-    made = []
-    arms = [(name, "", outcome) for name, outcome in traces.items()]
-    arms += [(name, "" if pages == "own pages" else "_at_bf16_pages", o) for (name, pages), o in found.items()]
-    for arm, suffix, outcome in arms:
-        per = np.array(outcome.seconds)
-        bounds = {"low": float(per.min()), "high": float(per.max()), "n": len(per)}
-        given = {"arm": arm, "metric": f"collection_s{suffix}", "unit": "s", "value": float(per.mean())}
-        made.append(result_row(**about, **given, **bounds))
-        for metric, value in outcome.metrics.items():
-            given = {"arm": arm, "metric": metric + suffix, "unit": UNITS[metric], "value": value}
-            made.append(result_row(**about, **given, n=setting.collections))
-    if traces:
-        summaries = {name: outcome.summary for name, outcome in traces.items()}
-        for metric, value in ratios(**summaries).items():
-            made.append(result_row(**about, arm="partial_over_sync", metric=metric, unit="x", value=value))
-    for arm, values in gains(found).items():
-        made += [result_row(**about, arm=arm, metric=m, unit="x", value=v) for m, v in values.items()]
-    return made
-
-
-def table(title: str, outcomes: dict) -> str:
-    """Lines of one comparison, an arm a line."""
-    names = ("active_requests", "decode_step_ms", "decode_tokens_per_s", "decode_wall_tokens_per_s", "cache_pages")
-    lines = [f"{title:>24} " + " ".join(f"{name:>24}" for name in ("collection_s", *names))]
-    for arm, outcome in outcomes.items():
-        values = [sum(outcome.seconds) / len(outcome.seconds), *(outcome.metrics[name] for name in names)]
-        label = " ".join(arm) if isinstance(arm, tuple) else arm
-        lines.append(f"{label:>24} " + " ".join(f"{value:>24.4g}" for value in values))
-    return "\n".join(lines)
+def arms(setting: Setting, options: argparse.Namespace) -> Iterator[Arm]:
+    """Both collectors over the unquantised cache (Figs. 2, A1), then partial collection by format under one budget."""
+    shared = setting.pages("bf16")
+    if "schedulers" in options.parts:
+        yield from (Arm(name, name, "bf16", shared) for name in COLLECTORS)
+    for name in options.precisions if "precisions" in options.parts else ():
+        if "own" in options.pages or name == "bf16":
+            yield Arm((name, "own pages"), "partial", name, setting.pages(name))
+        if "bf16" in options.pages and name != "bf16":
+            yield Arm((name, "bf16 pages"), "partial", name, shared)
 
 
 def make_setting(options: argparse.Namespace, name: str, decoder: Decoder, ranks: Ranks, replica: Replica) -> Setting:
@@ -228,7 +193,11 @@ def make_setting(options: argparse.Namespace, name: str, decoder: Decoder, ranks
     longest, most = workload.prompts.cap + workload.lengths.cap, decoder.config.max_positions
     require(longest <= most, "shrink", options.shrink, f"lengths within the model's {most} positions, not {longest}")
     budget = int(options.hbm_gb * 1e9)
-    return Setting(decoder, workload, rollout, budget, options.collections, options.warmup, ranks, replica)
+    say = (lambda text: print(text, flush=True)) if ranks.leads else (lambda text: None)
+    return Setting(
+        decoder, workload, rollout, budget, options.collections, options.warmup, ranks, replica,
+        options.simulate_warmup, say,
+    )  # fmt: skip
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -250,6 +219,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--workspace-tokens", type=int, default=32768 if cuda else 4096)
     parser.add_argument("--collections", type=int, default=6, help="measured intervals")
     parser.add_argument("--warmup", type=int, default=3, help="intervals before them")
+    parser.add_argument("--simulate-warmup", action="store_true", help="simulate these: only their tokens are invented")
     parser.add_argument("--seed", type=int, default=6101)
     parser.add_argument("--device", default="auto", help="under torchrun auto or cpu")
     parser.add_argument("--parts", nargs="+", default=["schedulers", "precisions"])
@@ -259,20 +229,22 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
-def measure(options: argparse.Namespace, name: str, setting: Setting, say) -> tuple[list[dict], dict]:
-    """Both comparisons at one fit: its rows and its gains."""
+def measure(options: argparse.Namespace, name: str, setting: Setting) -> dict[str, dict[str, float]]:
+    """Both comparisons at one fit; rows are written after each arm, so that a run cut short keeps what it measured."""
     shape = name if options.shrink == 1 else f"{name}/{options.shrink:g}"
+    model = model_name(options, setting.replica)
     for precision in options.precisions:
         plan = plan_engine(setting.decoder, KVConfig(precision), setting.rollout, setting.budget_bytes)
-        say(f"{shape} {precision:>6} {plan}")
-    traces = schedulers(setting) if "schedulers" in options.parts else {}
-    if traces:
-        say(table(shape, traces))
-    found = precisions(setting, options.precisions, options.pages) if "precisions" in options.parts else {}
-    if found:
-        say(table(shape, found))
-    model = model_name(options, setting.replica)
-    return rows(shape, model, setting, traces, found), {shape: gains(found)}
+        setting.say(f"{shape} {precision:>6} {plan}")
+    traces, found = {}, {}
+    for arm in arms(setting, options):
+        outcome = run(setting, arm.collector, arm.precision, arm.pages)
+        (traces if isinstance(arm.key, str) else found)[arm.key] = outcome
+        if setting.ranks.leads:
+            write_rows(options.out, rows(shape, model, traces, found))
+    for outcomes in filter(None, (traces, found)):
+        setting.say(table(shape, outcomes))
+    return {shape: gains(found)}
 
 
 def main(arguments: list[str] | None = None) -> None:
@@ -291,18 +263,15 @@ def main(arguments: list[str] | None = None) -> None:
 
 def report(options: argparse.Namespace, settings: dict[str, Setting]) -> None:
     """Measure every setting; the first rank writes rows and prints."""
-    ranks, replica = (getattr(next(iter(settings.values())), name) for name in ("ranks", "replica"))
-    say = (lambda text: print(text, flush=True)) if ranks.leads else (lambda text: None)
+    first = next(iter(settings.values()))
     weights = "random weights at the true shape" if options.model in SHAPES else "random weights"
-    dtype = next(iter(settings.values())).decoder.dtype
-    say(f"card: {model_name(options, replica)}, {weights}, {dtype}, lengths / {options.shrink:g}")
-    summary, path = {}, options.out
+    card = f"card: {model_name(options, first.replica)}, {weights}, {first.decoder.dtype}, lengths / {options.shrink:g}"
+    first.say(card + (", warm-up intervals simulated" if options.simulate_warmup else ""))
+    summary = {}
     for name, setting in settings.items():
-        made, found = measure(options, name, setting, say)
-        summary |= found
-        if ranks.leads:
-            path = write_rows(options.out, made)  # at once: a run cut short keeps what it measured
-    say(json.dumps({"experiment": "rollout", "file": str(path), "gains": summary}))
+        summary |= measure(options, name, setting)
+    path = RESULTS / options.out  # an absolute path stays itself
+    first.say(json.dumps({"experiment": "rollout", "file": str(path), "gains": summary}))
 
 
 def model_name(options: argparse.Namespace, replica: Replica) -> str:

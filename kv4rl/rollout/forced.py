@@ -43,8 +43,11 @@ class RandomPrompts:
         self._workload, self._vocabulary, self._cursor = workload, vocab_size, 0
 
     def next(self) -> Prompt:
-        index = self._cursor
         self._cursor += 1
+        return self.prompt(self._cursor - 1)
+
+    def prompt(self, index: int) -> Prompt:
+        """Prompt number `index` of the stream."""
         count, _ = self._workload.group(index)
         ids = np.random.default_rng([self._workload.seed, index, 1]).integers(self._vocabulary, size=count)
         return Prompt(str(index), ids.tolist(), answer="")

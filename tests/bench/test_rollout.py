@@ -3,10 +3,15 @@
 import json
 
 import pytest
+import torch
 
 from kv4rl.bench.__main__ import main
-from kv4rl.bench.outcome import Outcome
-from kv4rl.bench.rollout import gains
+from kv4rl.bench.carried import simulated_state
+from kv4rl.bench.outcome import Outcome, gains
+from kv4rl.bench.rollout import COLLECTORS, EOS, make_setting, parse, run
+from kv4rl.config import RolloutConfig
+from kv4rl.model.shapes import random_model
+from kv4rl.ranks import Ranks
 from kv4rl.results import read_rows
 from kv4rl.rollout.fits import fit
 from kv4rl.rollout.forced import shrunk
@@ -69,3 +74,33 @@ def test_shrunk_workloads_keep_mass_and_means():
     assert small.lengths.mean == pytest.approx(workload.lengths.mean / 32 + 0.5, rel=0.02)  # rounded up
     with pytest.raises(ValueError, match=r"factor=0\.5: expected a finite number >= 1"):
         shrunk(workload, 0.5)
+
+
+@pytest.mark.parametrize("collector", ["partial", "sync"])
+def test_a_simulated_warm_up_leaves_the_pool_that_an_engine_leaves(collector):
+    """The measured interval then takes the same steps over the same contexts, preemptions included; tokens differ."""
+    seen = {}
+    for words in ((), ("--simulate-warmup",)):
+        options = parse([*SMALL[1:], "--shrink", "60", "--warmup", "3", "--collections", "1", *words])
+        ranks = Ranks(torch.device("cpu"))
+        replica = ranks.replica(1)
+        setting = make_setting(options, "4B-300", random_model("mini-qwen3"), ranks, replica)
+        outcome = run(setting, collector, "kv4", 40)
+        kept = ("active_requests", "resident_kv_bytes", "calls_per_interval", "preemptions")
+        seen[words] = [outcome.metrics[name] for name in kept], outcome.responses, outcome.summary.carried_share
+    assert seen[()] == seen["--simulate-warmup",]
+    assert collector == "sync" or seen[()][2] > 0
+
+
+def test_invented_tokens_end_only_what_has_ended():
+    workload = fit("4B-300").workload()
+    replica = Ranks(torch.device("cpu")).replica(1)
+    config = RolloutConfig(groups_per_update=2, responses_per_group=4, max_active_requests=16, cache_pages=20000)
+    kind = COLLECTORS["partial"]
+    state = simulated_state(kind, config, shrunk(workload, 30), replica, intervals=2, vocab_size=32, eos=EOS)
+    requests = [request for group in state["groups"] for request in group["requests"]]
+    assert any(request["tokens"] for request in requests)
+    for request in requests:
+        ends = [token == EOS for token in request["tokens"]]
+        assert not any(ends[:-1]) and (request["finish_reason"] == "eos") == (ends[-1:] == [True])
+        assert all(0 <= token < 32 for token in request["tokens"] + request["prompt_tokens"])
