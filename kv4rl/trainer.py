@@ -27,7 +27,7 @@ from kv4rl.model.weights import eos_token_ids, load_config, load_decoder, load_t
 from kv4rl.phases import PhaseController
 from kv4rl.ranks import Ranks
 from kv4rl.rewards.grader import Grader
-from kv4rl.rollout.group import Prompt, PromptGroup
+from kv4rl.rollout.group import Prompt, PromptGroup, PromptStream
 from kv4rl.rollout.partial import PartialCollector
 from kv4rl.rollout.share import SharedStream
 from kv4rl.rollout.sync import SyncCollector
@@ -83,11 +83,7 @@ class Trainer:
         prompts = open_stream(config.tasks, self.tokenizer, seed=config.seed, max_prompt_tokens=limit)
         self.left_out = list(prompts.left_out)
         self.evaluation_prompts = _evaluation_prompts(config, self.tokenizer, self.left_out)
-        if self.device.type == "cuda":
-            plan = plan_run(
-                config, load_config(config.model), rollout, self.ranks.size, elastic=gives_back(self.device)
-            )
-            plan.check(torch.cuda.get_device_properties(self.device).total_memory)
+        self._require_memory(rollout)
         decoder = load_decoder(config.model, dtype=torch.float32, device=self.device)
         self._model_checksum = _checksum(decoder)
         self.grader = grader
@@ -96,11 +92,21 @@ class Trainer:
         decoder.recompute_layers = self.device.type == "cuda"  # "Gradient checkpointing: on", Table A1
         self.learner = GRPOLearner(decoder, config.grpo, mesh=self.ranks.mesh)
         self.phases = PhaseController(self.learner, self.device, take_turns=config.memory == "phased")
-        self.phases.enter("collect")  # the cache is sized for what is left then
-        stops = eos_token_ids(config.model)
-        self.engine = RolloutEngine(
-            rollout_decoder, config.kv, rollout, eos_token_ids=stops, memory=self.phases.memory()
-        )  # fmt: skip
+        self._make_engine(rollout_decoder, rollout, prompts)
+
+    def _require_memory(self, rollout: RolloutConfig) -> None:
+        """Before anything is loaded: ValueError, item by item, where a phase needs more than this GPU has."""
+        if self.device.type == "cuda":
+            elastic = self.config.memory == "phased" and gives_back(self.device)
+            plan = plan_run(self.config, load_config(self.config.model), rollout, self.ranks.size, elastic=elastic)
+            plan.check(torch.cuda.get_device_properties(self.device).total_memory)
+
+    def _make_engine(self, decoder: Decoder, rollout: RolloutConfig, prompts: PromptStream) -> None:
+        """The engine, its cache sized for what the learner leaves, and the collector of this replica's prompts."""
+        config, stops = self.config, eos_token_ids(self.config.model)
+        self.phases.enter("collect")
+        memory = self.phases.memory()
+        self.engine = RolloutEngine(decoder, config.kv, rollout, eos_token_ids=stops, memory=memory)
         self.phases.attach(self.engine)
         for prompt in (prompts.longest(), *self.evaluation_prompts):
             cap = config.rollout.max_response_tokens
