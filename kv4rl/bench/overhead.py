@@ -1,8 +1,9 @@
 """What the engine adds to its decode step: wall-clock per step, steps launched ahead or one by one, against the replay.
 
 All requests of a shape are prefilled by the engine; then pure-decode steps are timed by the host's clock, scheduling,
-sampling, page hand-out and bookkeeping included, over `--steps` steps in which nobody ends. The replay (§B.4: captured
-forward and argmax alone) is timed at the very contexts in the middle of them. Weights are random.
+sampling, page hand-out and bookkeeping included, over `--steps` steps in which nobody ends; `device_step_ms` is the
+device's part of them. The replay (§B.4: captured forward and argmax alone) is timed at the very contexts in the middle
+of them. Weights are random.
 
     python -m kv4rl.bench overhead --model qwen3-4b --shapes 640x874 200x2627
     torchrun --nproc-per-node 2 -m kv4rl.bench overhead --model qwen3-4b --tp 2
@@ -49,31 +50,42 @@ def make_engine(decoder: Decoder, precision: str, batch: int, context: int, opti
     vocabulary = decoder.config.vocab_size
     for i in range(batch):
         engine.add(Request(f"p{i}", 0, [(7 * i + j) % vocabulary for j in range(context)], cap, (), (i,)))
-    while engine.last_step is None or engine.last_step.active_requests < batch:
-        engine.step()
     return engine
 
 
-def engine_ms(engine: RolloutEngine, overlap: bool, steps: int) -> float:
-    """Wall-clock milliseconds of a decode step."""
+def prefill(engine: RolloutEngine, batch: int) -> float:
+    """Run until all requests decode; prefill tokens a second after the first step, which builds kernels (0: none)."""
+    begin, tokens = None, 0
+    while engine.last_step is None or engine.last_step.active_requests < batch:
+        engine.step()
+        tokens += engine.last_step.prefill_tokens if begin is not None else 0
+        begin = begin or perf_counter()
+    return tokens / (perf_counter() - begin)
+
+
+def engine_ms(engine: RolloutEngine, overlap: bool, steps: int) -> tuple[float, float]:
+    """Milliseconds of a decode step: on the host's clock, and of the device alone."""
     engine.overlap = overlap
     for _ in range(WARMUPS):
         engine.step()
-    times = []
+    wall, device = [], []
     for _ in range(steps):
         begin = perf_counter()
         finished = engine.step()
-        times.append((perf_counter() - begin) * 1e3)
+        wall.append((perf_counter() - begin) * 1e3)
+        device.append(engine.last_step.device_ms)
         require(not finished and engine.last_step.kind == "decode", "step", engine.last_step, "a pure decode step")
-    return statistics.fmean(times)
+    return statistics.fmean(wall), statistics.fmean(device)
 
 
 def measure(decoder: Decoder, precision: str, batch: int, context: int, options: argparse.Namespace) -> dict:
     """Metric -> value of one precision at one shape."""
     engine = make_engine(decoder, precision, batch, context, options)
-    found = {"engine_step_ms": engine_ms(engine, True, options.steps)}
+    rate = prefill(engine, batch)
+    found = {"prefill_tokens_per_s": rate} if rate > 0 else {}
+    found["engine_step_ms"], found["device_step_ms"] = engine_ms(engine, True, options.steps)
     contexts = engine.scheduler.table.context[:batch] - options.steps // 2
-    found["serial_step_ms"] = engine_ms(engine, False, options.steps)
+    found["serial_step_ms"], _ = engine_ms(engine, False, options.steps)
     engine.pause()
     del engine
     _collect(decoder)
@@ -85,6 +97,10 @@ def measure(decoder: Decoder, precision: str, batch: int, context: int, options:
     found["share_of_replay"] = found["decode_replay_ms"] / found["engine_step_ms"]
     found["serial_share_of_replay"] = found["decode_replay_ms"] / found["serial_step_ms"]
     return found
+
+
+def _unit(metric: str) -> str:
+    return "ms" if metric.endswith("_ms") else "tokens/s" if metric.endswith("_per_s") else "x"
 
 
 def _collect(decoder: Decoder) -> None:
@@ -129,8 +145,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for batch, context in options.pairs:
             found, shape = measure(decoder, precision, batch, context, options), f"{batch}x{context}"
             about = {"experiment": "rollout", "arm": precision, "model": model, "shape": shape, "n": options.steps}
-            units = {name: "ms" if name.endswith("_ms") else "x" for name in found}
-            made += [result_row(**about, metric=m, unit=units[m], value=v) for m, v in found.items()]
+            made += [result_row(**about, metric=m, unit=_unit(m), value=v) for m, v in found.items()]
             shares[f"{precision} {shape}"] = round(found["share_of_replay"], 4)
             if first:
                 print(f"{precision:>6} {shape:>10} " + "  ".join(f"{m} {v:.3f}" for m, v in found.items()), flush=True)
