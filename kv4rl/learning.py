@@ -103,9 +103,12 @@ def _weight(setting: Setting) -> tuple[int, str]:
 
 
 def main_setting(settings: Mapping[str, Setting]) -> str:
-    """The setting with the most runs, then the newest. Raises ValueError without any."""
+    """The mini preset's own setting if it was run, else the one with the most runs, the newest of several.
+
+    Raises ValueError without any.
+    """
     require(bool(settings), "settings", list(settings), "at least one; `python -m kv4rl.sweep` makes them")
-    return max(settings, key=lambda name: _weight(settings[name]))
+    return "" if "" in settings else max(settings, key=lambda name: _weight(settings[name]))
 
 
 def describe(setting: str) -> str:
@@ -209,20 +212,49 @@ def start_accuracy(*, model: str = "mini-qwen3", directory: Path = RESULTS, file
     return band(float(row["value"]) for row in rows if row["hardware"] == hardware)
 
 
+def lost_ground(
+    setting: Setting, *, model: str = "mini-qwen3", directory: Path = RESULTS, file: str | Path = FILE
+) -> dict[str, list[str]]:
+    """Precision -> seeds whose last policy judges below the model that it started from, on the same problems.
+
+    A sign of an unstable setting, whatever the precision; runs whose machine has no row of the start are left out.
+    """
+    path = directory / file
+    rows = read_rows(path.resolve(), arm=START, model=model) if path.exists() else []
+    before = {(row["hardware"], row["shape"]): float(row["value"]) for row in rows}
+    found = {}
+    for precision, runs in setting.items():
+        start = {seed: before.get((run.row["hardware"], seed)) for seed, run in runs.items()}
+        below = [seed for seed, run in runs.items() if start[seed] and run.ends.get("accuracy", 1.0) < start[seed]]
+        if below:
+            found[precision] = below
+    return found
+
+
 def curves(setting: Setting) -> dict[str, list[list[dict[str, float]]]]:
     """Precision -> the metric lines of its runs, as `viz.training.learning_curves` draws them."""
     return {precision: [run.lines for run in runs.values() if run.curve] for precision, runs in setting.items()}
 
 
 def report(path: Path) -> list[str]:
-    """Every setting of a file in lines of text: table, paired differences, verdict."""
+    """Every setting of a file in lines of text: table, paired differences, verdict, and what lost ground."""
     lines = []
     for name, setting in read_runs(file=path).items():
         lines += ["", f"{describe(name)}:"]
         lines += [_line(row) for row in (*summary(setting), *differences(setting))]
-        lines.append(verdict(setting))
+        lines += [verdict(setting), *unstable(setting, file=path)]
     before = start_accuracy(file=path)
     return lines + ([f"accuracy before training: {before}"] if before else [])
+
+
+def unstable(setting: Setting, *, directory: Path = RESULTS, file: str | Path = FILE) -> list[str]:
+    """A sentence if runs of a setting end below their start, else nothing."""
+    below = lost_ground(setting, directory=directory, file=file)
+    if not below:
+        return []
+    runs, total = sum(map(len, below.values())), sum(map(len, setting.values()))
+    named = ", ".join(f"{PRECISION_NAMES[name]} {' and '.join(seeds)}" for name, seeds in below.items())
+    return [f"unstable: {runs} of {total} runs end below the model they started from ({named})"]
 
 
 def _line(row: Mapping[str, str]) -> str:

@@ -15,11 +15,11 @@ import plotly.graph_objects as go
 
 from kv4rl.compare import ABSENT, ORIGIN, compare, ours
 from kv4rl.config import PRECISIONS
-from kv4rl.learning import curves, describe, main_setting, read_runs, start_accuracy, summary, verdict
+from kv4rl.learning import curves, describe, main_setting, read_runs, summary, unstable, verdict
 from kv4rl.paper import PUBLISHED
 from kv4rl.results import REPOSITORY, RESULTS, latest, read_rows
 from kv4rl.viz.fidelity import width_sweeps
-from kv4rl.viz.kernels import kernel_speedups
+from kv4rl.viz.kernels import SMALL_BATCH, is_shape, kernel_speedups, of_table_a3
 from kv4rl.viz.replay import replay_table, window_speedups
 from kv4rl.viz.rollout import today_rows
 from kv4rl.viz.style import PRECISION_NAMES, use_template
@@ -27,8 +27,9 @@ from kv4rl.viz.training import learning_curves
 
 README = REPOSITORY / "README.md"
 PAGES = (README, REPOSITORY / "data" / "models" / "mini-qwen3" / "README.md")
-SECONDARY = (  # comparisons that notebook 11 and the page show and the README leaves out
-    "bits per element", "sampler KL of stored", "sampler KL, K and V rotated", "resident KV at",
+SECONDARY = (  # comparisons that notebook 11 and the page show; here they stand in a table of their own or nowhere
+    "bits per element", "sampler KL of stored", "sampler KL, K and V rotated", "resident KV at", "decode replay",
+    "decode calls per interval", "decode step, partial",
 )  # fmt: skip
 
 
@@ -65,31 +66,45 @@ LEARNT = ("reward_first", "reward_last", "accuracy", "response_tokens", "referen
 
 
 def training(rows: Path = RESULTS) -> str:
-    """The mini model's runs: mean [95 % interval] over seeds where most were made, and what every setting shows."""
+    """The mini model's runs: mean [95 % interval] over seeds of the main setting, and what every setting shows."""
     settings = read_runs(directory=rows)
     if not settings:
         return _table([], ())
     main = main_setting(settings)
-    before = start_accuracy(directory=rows)
-    run = next(run for runs in settings[main].values() for run in runs.values())
-    head = f"{describe(main)}, on {run.row['hardware']}" + (f"; accuracy before training {before}" if before else "")
-    shown = [f"- {describe(name)}: {verdict(setting)}" for name, setting in settings.items()]
-    return "\n\n".join(
-        [f"Shown: {head}.", _table(summary(settings[main]), ("precision", "seeds", *LEARNT)), "\n".join(shown)]
-    )
+    shown = []
+    for name, setting in settings.items():
+        said = "; ".join([verdict(setting), *unstable(setting, directory=rows)])
+        run = next(run for runs in setting.values() for run in runs.values())
+        shown.append(f"- {describe(name)} ({run.row['hardware']}): {said}.")
+    table = _table(summary(settings[main]), ("precision", "seeds", *LEARNT))
+    return "\n\n".join([table, "\n".join(shown)])
+
+
+HEADS = {"tp2_16q4kv": "TP2 shard (16 query, 4 KV heads)", "tp1_32q8kv": "one GPU (32 query, 8 KV heads)"}
 
 
 def kernels(rows: Path = RESULTS) -> str:
-    """One layer's decode attention: the range of every precision's speedup over Table A3's shapes, and where from."""
-    found = read_rows(rows / "kernels.csv", experiment="kernels", model="tp2_16q4kv", metric="speedup_vs_bf16")
-    shaped = [row for row in found if re.fullmatch(r"\d+x\d+", row["shape"])]
+    """One layer's decode attention, a line a kind of heads: ranges of the speedups over each kind of shapes."""
+    found, lines = read_rows(rows / "kernels.csv", experiment="kernels", metric="speedup_vs_bf16"), []
+    for model, heads in HEADS.items():
+        mine = [row for row in found if row["model"] == model]
+        small = [row for row in mine if is_shape(row) and int(row["shape"].split("x")[0]) <= SMALL_BATCH]
+        kinds = {"Table A3's": of_table_a3(mine), "mixed": [row for row in mine if row["shape"].startswith("ragged")]}
+        kinds[f"1 to {SMALL_BATCH} requests of 1k to 32k"] = small
+        parts = [_ranges(title, of_kind) for title, of_kind in kinds.items() if of_kind]
+        if parts:
+            run = latest(mine)
+            lines.append(f"- {heads}: {'; '.join(parts)} ({run['hardware']}, {run['date']}, {run['commit']}).")
+    return "\n".join(lines)
+
+
+def _ranges(title: str, rows: list[dict[str, str]]) -> str:
+    """`30 shapes (title): KV8 a to b, ...`."""
     parts = []
     for arm in PRECISIONS[1:]:
-        values = [float(row["value"]) for row in shaped if row["arm"] == arm]
+        values = [float(row["value"]) for row in rows if row["arm"] == arm]
         parts.append(f"{PRECISION_NAMES[arm]} {min(values):.2f} to {max(values):.2f}x")
-    shapes = len({row["shape"] for row in shaped})
-    run = latest(shaped)
-    return f"{', '.join(parts)} on {shapes} shapes ({run['hardware']}, {run['date']}, commit {run['commit']})."
+    return f"{len({row['shape'] for row in rows})} shapes ({title}): {', '.join(parts)}"
 
 
 def replay(rows: Path = RESULTS) -> str:
@@ -97,11 +112,13 @@ def replay(rows: Path = RESULTS) -> str:
     found = _stored(rows / "replay.csv")
     share = "share of KV4's throughput"
     kept = [
-        f"{line[share]} on {line['states']} at {line['ours at']}"
+        f"{line[share]} ({line['states']}, {line['ours at']})"
         for line in window_speedups(found)
         if line["recent positions"] == "128"
     ]
     table = replay_table(found)
+    unused = {name for name in (table[0] if table else ()) if all(line[name] == "-" for line in table)}
+    table = [{name: cell for name, cell in line.items() if name not in unused} for line in table]
     end = (
         f"KV4-RL at 16/128 keeps of KV4's throughput {', '.join(kept)} (paper at TP2: 94% at 4B, 98% at 8B)."
         if kept
@@ -192,7 +209,7 @@ def draw(directory: Path = REPOSITORY / "data" / "figures") -> list[Path]:
     """The README's pictures, as PNG (needs Chromium or Chrome). Returns their paths."""
     use_template()
     settings = read_runs()
-    kernels = read_rows("kernels.csv", metric="speedup_vs_bf16", model="tp2_16q4kv")
+    kernels = of_table_a3(read_rows("kernels.csv", metric="speedup_vs_bf16", model="tp2_16q4kv"))
     figures = {
         "kernel_speedups": kernel_speedups(kernels),
         "learning_curves": learning_curves(curves(settings[main_setting(settings)])),

@@ -1,5 +1,6 @@
 """Figures of the kernels: who reads which code of a page, and speed as the stored rows tell it."""
 
+import re
 from collections.abc import Mapping, Sequence
 
 import numpy as np
@@ -8,6 +9,7 @@ from plotly.subplots import make_subplots
 
 from kv4rl.config import PRECISIONS
 from kv4rl.formats.packing import k4_index, v4_index
+from kv4rl.paper import REPLAY_SHAPES
 from kv4rl.theory.roofline import H200_BANDWIDTH
 from kv4rl.viz.style import PRECISION_COLOURS, PRECISION_NAMES
 
@@ -15,12 +17,26 @@ from kv4rl.viz.style import PRECISION_COLOURS, PRECISION_NAMES
 BYTE_LIMITS = {"kv8": 512 / 260, "kv4": 512 / 136}
 
 
+TABLE_A3 = {f"{batch}x{context}" for shapes in REPLAY_SHAPES.values() for batch, context in shapes}
+SMALL_BATCH = 64  # requests: below Table A3's batches
+
+
+def is_shape(row: Mapping[str, str]) -> bool:
+    """Whether a row is of one `BxL`, not of mixed contexts."""
+    return re.fullmatch(r"\d+x\d+", row["shape"]) is not None
+
+
+def of_table_a3(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
+    """The rows whose shape Table A3 has."""
+    return [row for row in rows if row["shape"] in TABLE_A3]
+
+
 def kernel_speedups(rows: Sequence[Mapping[str, str]]) -> go.Figure:
     """Grouped bars over shapes `BxL`, by context length; dashed lines are the limits that bytes alone allow.
 
     Args: rows of `kernels.csv` with metric `speedup_vs_bf16`, of one model's heads.
     """
-    shapes = sorted({row["shape"] for row in rows if "x" in row["shape"]}, key=lambda shape: int(shape.split("x")[1]))
+    shapes = sorted({row["shape"] for row in rows if is_shape(row)}, key=lambda shape: int(shape.split("x")[1]))
     figure = go.Figure()
     for precision in PRECISIONS[1:]:
         values = {row["shape"]: float(row["value"]) for row in rows if row["arm"] == precision}
@@ -29,18 +45,17 @@ def kernel_speedups(rows: Sequence[Mapping[str, str]]) -> go.Figure:
             name=PRECISION_NAMES[precision], marker_color=PRECISION_COLOURS[precision],
         )  # fmt: skip
     for precision, limit in BYTE_LIMITS.items():
-        line = {"color": PRECISION_COLOURS[precision], "dash": "dash", "width": 1}
-        figure.add_hline(y=limit, line=line)
+        figure.add_hline(y=limit, line={"color": PRECISION_COLOURS[precision], "dash": "dash", "width": 1})
         text = f"{PRECISION_NAMES[precision]} bytes:<br>{limit:.2f}x"
         beside = {"x": 1.01, "xref": "paper", "xanchor": "left", "showarrow": False}  # on the plot bars would cover it
         figure.add_annotation(y=limit, text=text, align="left", **beside)
-    figure.update_xaxes(
-        title_text="active requests x context tokens (Table A3), one TP2 shard, per layer", type="category"
-    )
+    title = {"text": "active requests x context tokens (Table A3), one TP2 shard, per layer", "standoff": 12}
+    figure.update_xaxes(title=title, type="category", tickangle=-60, automargin=True, tickfont={"size": 11})
     figure.update_yaxes(title_text="speedup over FlashInfer BF16", rangemode="tozero")
     figure.update_layout(
-        barmode="group", height=420, width=980, margin={"r": 100}, legend={"orientation": "h", "y": 1.12}
-    )
+        barmode="group", bargap=0.15, height=460, width=980, margin={"r": 100, "b": 120},
+        legend={"orientation": "h", "y": 1.1},
+    )  # fmt: skip
     return figure
 
 
@@ -68,17 +83,19 @@ def fragment_map(head_dim: int) -> go.Figure:
 
 
 def achieved_rates(rows: Sequence[Mapping[str, str]]) -> go.Figure:
-    """KV bytes read a second against context length, a line a precision; dashed: the vendor's peak.
+    """KV bytes read a second against context length, a dot a shape; dashed: the vendor's peak.
 
     Args: rows of `kernels.csv` with metric `kv_bytes_per_s`, of one model's heads.
     """
     figure = go.Figure()
     for arm in ("bf16_flashinfer", *PRECISIONS[1:]):
-        found = [(int(r["shape"].split("x")[1]), float(r["value"]) / 1e12) for r in rows if r["arm"] == arm]
+        found = [
+            (int(r["shape"].split("x")[1]), float(r["value"]) / 1e12) for r in rows if r["arm"] == arm and is_shape(r)
+        ]
         precision = arm.split("_")[0]
         name = PRECISION_NAMES[precision] + (", FlashInfer" if arm == "bf16_flashinfer" else "")
         x, y = zip(*sorted(found), strict=True) if found else ((), ())
-        figure.add_scatter(x=x, y=y, name=name, mode="lines+markers", line={"color": PRECISION_COLOURS[precision]})
+        figure.add_scatter(x=x, y=y, name=name, mode="markers", marker={"color": PRECISION_COLOURS[precision]})
     peak = H200_BANDWIDTH / 1e12
     figure.add_hline(y=peak, line={"dash": "dash", "width": 1}, annotation_text=f"vendor peak {peak:.1f} TB/s")
     figure.update_xaxes(

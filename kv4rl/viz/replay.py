@@ -23,6 +23,7 @@ ARMS = {name: (PRECISION_NAMES[name], PRECISION_COLOURS[name]) for name in PRECI
 }
 PAPER_TP = 2
 WINDOW_ARM = re.compile(r"kv4rl_w(\d+)")
+DEFAULT_WINDOW = 128  # arm `kv4rl`
 SHAPES = {"qwen3-4b": QWEN3_4B, "qwen3-8b": QWEN3_8B}
 
 
@@ -81,18 +82,27 @@ def checkpoint_speedups(rows: Rows) -> go.Figure:
     return figure
 
 
+def _windows(arms: Mapping[str, float]) -> list[tuple[int, str]]:
+    """(recent width, arm) of the KV4-RL arms, ascending; of two arms of one width the named one."""
+    widths = {DEFAULT_WINDOW: "kv4rl"} if "kv4rl" in arms else {}
+    widths |= {int(found[1]): arm for arm in arms if (found := WINDOW_ARM.fullmatch(arm))}
+    return sorted(widths.items())
+
+
 def window_speedups(rows: Rows) -> list[dict[str, str]]:
     """Fig. A3b,d as a table: heterogeneous states, speedup of each recent width and its share of KV4's throughput."""
     lines, kept = [], speedups(rows, "retention_vs_kv4")
     for (group, model), arms in speedups(rows).items():
         if not group.startswith("ragged"):
             continue
-        for width, arm in sorted((int(found[1]), arm) for arm in arms if (found := WINDOW_ARM.fullmatch(arm))):
+        for width, arm in _windows(arms):
             line = {"states": group, "ours at": f"TP{of_model({'model': model})[1]}", "recent positions": str(width)}
             line["speedup over BF16"] = f"{arms[arm]:.2f}x"
             share = kept.get((group, model), {}).get(arm)
             line["share of KV4's throughput"] = f"{share:.1%}" if share else "-"
-            paper = PUBLISHED[f"ragged/{group[-2:].lower()}/retention_vs_kv4"].value if width == 128 else None
+            paper = (
+                PUBLISHED[f"ragged/{group[-2:].lower()}/retention_vs_kv4"].value if width == DEFAULT_WINDOW else None
+            )
             lines.append(line | {"paper's share": f"{paper:g}%" if paper else ""})
     return lines
 
@@ -102,7 +112,7 @@ def window_figure(rows: Rows) -> go.Figure:
     figure = go.Figure()
     colours = {"ragged-4B": PRECISION_COLOURS["kv4rl"], "ragged-8B": PRECISION_COLOURS["kv8"]}
     for (group, model), arms in speedups(rows).items():
-        points = sorted((int(found[1]), value) for arm, value in arms.items() if (found := WINDOW_ARM.fullmatch(arm)))
+        points = [(width, arms[arm]) for width, arm in _windows(arms)]
         if not points or group not in colours:
             continue
         name, line = f"{group[-2:]}, TP{of_model({'model': model})[1]}", {"color": colours[group], "width": 3}

@@ -28,7 +28,8 @@ def as_tuple(release: str) -> tuple[int, ...]:
 
 
 def test_every_dependency_has_a_pin_at_or_above_its_floor():
-    outside_ci = {"flashinfer-python", "torch-memory-saver"}  # need a GPU: measured there, never installed by `make test`
+    # These need a GPU: measured there, never installed by `make test`.
+    outside_ci = {"flashinfer-python", "torch-memory-saver"}
     for name, floor in floors().items():
         if name not in outside_ci:
             assert as_tuple(PINS[name]) >= as_tuple(floor), name

@@ -79,6 +79,19 @@ def test_differences_of_the_main_setting_are_kept_as_rows_of_the_runs_machine(wo
     assert list(learning.read_runs(file=tmp_path / "train.csv")) == ["updates=8,grpo.learning_rate=0.0003"]
 
 
+def test_runs_that_end_below_their_start_are_named_and_the_presets_setting_goes_first(words, tmp_path, capsys):
+    with pytest.raises(SystemExit):
+        sweep.main(words)
+    file = tmp_path / "train.csv"
+    (setting,) = learning.read_runs(file=file).values()
+    assert learning.lost_ground(setting, file=file) == {} and learning.unstable(setting, file=file) == []
+    (start,) = read_rows(file, arm="start", shape="seed1")
+    write_rows(file, [start | {"value": 0.7}])
+    assert learning.lost_ground(setting, file=file) == {"kv8": ["seed1"], "kv4": ["seed1"]}
+    assert learning.unstable(setting, file=file)[0].startswith("unstable: 2 of 7 runs end below")
+    assert learning.main_setting({"updates=30": setting, "": {"kv4": {"seed43": setting["kv4"]["seed1"]}}}) == ""
+
+
 def test_one_seed_shows_nothing_and_noise_shows_no_difference():
     assert learning.shows(learning.band([-0.1])) == "nothing: one seed"
     assert learning.shows(learning.band([-0.1, 0.1, 0.05])) == "no difference"
