@@ -33,6 +33,7 @@ class PhaseController:
     def __init__(self, learner: GRPOLearner, device: torch.device, *, take_turns: bool):
         self.phase = "learn"
         self.peak_bytes: dict[str, int] = {}  # phase -> most bytes allocated in its latest turn
+        self.reserved_bytes: dict[str, int] = {}  # the same with what torch keeps back: graphs' pools
         self._cuda, self._device = device.type == "cuda", device
         self._turns = take_turns and self._cuda
         self._learner = learner
@@ -50,8 +51,10 @@ class PhaseController:
         self._engine, self._released = engine, 0
 
     def enter(self, phase: str, timers: Timers | None = None) -> None:
-        """Give the memory to `phase`, if it does not have it: adds to `timers`' "switch". RuntimeError with requests
-        in the engine, ValueError for an unknown phase."""
+        """Give the memory to `phase`, if it does not have it; the time adds to `timers`' "switch".
+
+        Raises RuntimeError with requests in the engine, ValueError for an unknown phase.
+        """
         require(phase in PHASES, "phase", phase, f"one of {', '.join(PHASES)}")
         if phase == self.phase:
             return
@@ -63,9 +66,13 @@ class PhaseController:
             self._start_peak()
 
     def metrics(self) -> dict[str, float]:
-        """`perf/peak_memory_gb/<phase>` of each phase's latest turn, in GB of 1e9 bytes (on a CPU the process's)."""
+        """`perf/peak_memory_gb/<phase>` of each phase's latest turn, in GB of 1e9 bytes (on a CPU the process's).
+
+        On CUDA `perf/peak_reserved_gb/<phase>` as well.
+        """
         self._note_peak()
-        return {f"perf/peak_memory_gb/{phase}": size / 1e9 for phase, size in self.peak_bytes.items()}
+        named = {"peak_memory_gb": self.peak_bytes, "peak_reserved_gb": self.reserved_bytes}
+        return {f"perf/{name}/{phase}": size / 1e9 for name, sizes in named.items() for phase, size in sizes.items()}
 
     def within_free(self, rollout: RolloutConfig, kv: KVConfig, shape: CacheShape) -> RolloutConfig:
         """`rollout` with no more pages than the memory that is free now holds, for an engine beside this one's."""
@@ -95,5 +102,6 @@ class PhaseController:
     def _note_peak(self) -> None:
         if self._cuda:
             self.peak_bytes[self.phase] = torch.cuda.max_memory_allocated(self._device) - self._released
+            self.reserved_bytes[self.phase] = torch.cuda.max_memory_reserved(self._device) - self._released
         else:
             self.peak_bytes[self.phase] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -67,7 +67,7 @@ class GRPOLearner:
         self.updates = 0  # updates made, skipped steps included: the learning rate follows it
         dtype = compute_dtype(config.compute_dtype, self.device)
         if self.device.type == "cuda":
-            decoder.layer_pointwise = compiled()  # copies made of it below too: passes round alike
+            decoder.layer_pointwise = compiled("learner")  # copies made of it below too: passes round alike
         self.tis_weights = torch.empty(0)  # of the latest update, before the clip at C, [N_tok] on CPU: for plots
         self.reference = None
         if config.kl_coefficient > 0:

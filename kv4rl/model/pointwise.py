@@ -7,6 +7,7 @@ functions are plain torch and mean the same uncompiled; `Decoder.forward` withou
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cache
+from types import FunctionType
 
 import torch
 import torch.nn.functional as F
@@ -49,6 +50,11 @@ class Pointwise:
 
 
 @cache
-def compiled() -> Pointwise:
-    """Compiled for any number of rows; the compiler runs on the first call (a step's warm-up), once a process."""
-    return Pointwise(*(torch.compile(function, dynamic=True) for function in (add_norm, norm_rotate, swiglu)))
+def compiled(user: str = "engine") -> Pointwise:
+    """Compiled for any number of rows; the compiler runs on the first call (a step's warm-up), once a process and user.
+
+    Engine and learner call them in different gradient modes, each a compilation of its own, and a function may be
+    compiled a few times only before it runs uncompiled: so each `user` has functions of its own.
+    """
+    own = lambda f: FunctionType(f.__code__.replace(co_name=f"{f.__name__}_{user}"), f.__globals__)
+    return Pointwise(*(torch.compile(own(function), dynamic=True) for function in (add_norm, norm_rotate, swiglu)))
