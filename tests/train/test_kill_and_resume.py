@@ -5,6 +5,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
@@ -84,12 +85,32 @@ def command(model: str, output_dir: Path, updates: int = UPDATES) -> list[str]:
     return [sys.executable, "-c", MAIN, *flags(model, output_dir, updates)]
 
 
-def command_of_two(model: str, output_dir: Path, updates: int = 6) -> list[str]:
-    """The same under torchrun, which wants a file."""
-    driver = output_dir.parent / "driver.py"
-    driver.write_text(MAIN)
-    torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2", str(driver)]
-    return torchrun + flags(model, output_dir, updates)
+@dataclass(frozen=True)
+class Layout:
+    """Two rollout replicas of `tensor_parallel` ranks each, over a learner sharded among all of them."""
+
+    tensor_parallel: int
+    model: str | None = None  # None: the tiny one, whose single KV head nothing divides
+    updates: int = 6
+
+    @property
+    def ranks(self) -> int:
+        return 2 * self.tensor_parallel
+
+    def flags(self, model: str, output_dir: Path) -> list[str]:
+        split = ["--tensor_parallel", str(self.tensor_parallel)]
+        return flags(self.model or model, output_dir, self.updates) + split
+
+    def command(self, model: str, output_dir: Path) -> list[str]:
+        """The same under torchrun, which wants a file."""
+        driver = output_dir.parent / "driver.py"
+        driver.write_text(MAIN)
+        torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
+        return [*torchrun, str(driver), *self.flags(model, output_dir)]
+
+
+TWO = Layout(1)
+FOUR = Layout(2, "mini-qwen3", updates=4)  # DP2 x TP2 over FSDP2 x 4: the paper's own on four GPUs (Table A1)
 
 
 def run_to_end(words: list[str]) -> None:
@@ -119,16 +140,16 @@ def rank_processes(torchrun: subprocess.Popen) -> list[int]:
     return [int(ranks[name]) for name in sorted(ranks)]
 
 
-def newest(run: Path, model: str, updates: int = UPDATES):
-    config = parse_config(flags(model, run, updates))
-    return load_checkpoint(list_checkpoints(run / "checkpoints")[-1], config)
+def newest(run: Path, words: list[str]):
+    return load_checkpoint(list_checkpoints(run / "checkpoints")[-1], parse_config(words))
 
 
-def assert_equal_runs(one: Path, other: Path, model: str, updates: int = UPDATES) -> None:
+def assert_equal_runs(one: Path, other: Path, words: list[str]) -> None:
     """Every figure that does not depend on the clock, and all that the last checkpoint holds."""
+    updates = parse_config(words).updates
     lines = [[without_wall_clock(line) for line in read_metrics(run)] for run in (one, other)]
     assert len(lines[0]) == updates + 1 and lines[0] == lines[1]
-    first, second = (newest(run, model, updates) for run in (one, other))
+    first, second = (newest(run, words) for run in (one, other))
     assert first.update == second.update == updates and first.run == second.run
     for name, tensor in first.weights.items():
         assert torch.equal(tensor, second.weights[name]), name
@@ -140,9 +161,9 @@ def test_a_run_killed_at_twenty_random_moments_ends_like_one_that_was_not(whole,
     """Bug rows 18 and 19: counters that restart, a cursor ahead of what was trained, lost in-flight prompts."""
     lives = [sys.executable, "-c", LIVES, tmp_path, KILLS, *flags(tiny_model, tmp_path, UPDATES)]
     run_to_end([str(word) for word in lives])
-    assert newest(tmp_path, tiny_model).update < UPDATES
+    assert newest(tmp_path, flags(tiny_model, tmp_path, UPDATES)).update < UPDATES
     run_to_end(command(tiny_model, tmp_path))
-    assert_equal_runs(whole, tmp_path, tiny_model)
+    assert_equal_runs(whole, tmp_path, flags(tiny_model, tmp_path, UPDATES))
 
 
 @pytest.mark.slow
@@ -153,38 +174,48 @@ def test_sigterm_saves_after_the_iteration_and_the_same_command_goes_on(whole, t
     process.send_signal(signal.SIGTERM)
     assert process.wait(120) == 0
     done = read_metrics(tmp_path)[-1]["update"]
-    assert done < UPDATES and newest(tmp_path, tiny_model).update == done
+    assert done < UPDATES and newest(tmp_path, flags(tiny_model, tmp_path, UPDATES)).update == done
     run_to_end(command(tiny_model, tmp_path))
-    assert_equal_runs(whole, tmp_path, tiny_model)
+    assert_equal_runs(whole, tmp_path, flags(tiny_model, tmp_path, UPDATES))
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tiny_model, tmp_path_factory):
+    """The run of a layout that nothing disturbed; each is made once."""
+    made: dict[Layout, Path] = {}
+
+    def make(layout: Layout) -> Path:
+        if layout not in made:
+            made[layout] = tmp_path_factory.mktemp("ranks") / "run"
+            run_to_end(layout.command(tiny_model, made[layout]))
+        return made[layout]
+
+    return make
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-@pytest.mark.parametrize("rank", [0, 1])
-def test_two_ranks_end_alike_though_one_of_them_was_killed(two_ranks, tiny_model, tmp_path, rank):
-    """Whichever rank dies, all end; the same command continues with every rank's unfinished responses."""
+@pytest.mark.parametrize(("layout", "rank"), [(TWO, 0), (TWO, 1), (FOUR, 3)])
+def test_ranks_end_alike_though_one_of_them_was_killed(undisturbed, tiny_model, tmp_path, layout, rank):
+    """Whichever rank dies, all end; the same command continues with every replica's unfinished responses."""
     broken = tmp_path / "run"
-    process = subprocess.Popen(command_of_two(tiny_model, broken), **QUIET)
-    wait_for_lines(process, broken, 4 - rank)
+    process = subprocess.Popen(layout.command(tiny_model, broken), **QUIET)
+    wait_for_lines(process, broken, 4 - rank if layout is TWO else 3)
     os.kill(rank_processes(process)[rank], signal.SIGKILL)
-    assert process.wait(120) != 0
-    run_to_end(command_of_two(tiny_model, broken))
-    assert_equal_runs(two_ranks, broken, tiny_model, 6)
+    assert process.wait(60) != 0
+    run_to_end(layout.command(tiny_model, broken))
+    assert_equal_runs(undisturbed(layout), broken, layout.flags(tiny_model, broken))
 
 
-@pytest.fixture(scope="module")
-def two_ranks(tiny_model, tmp_path_factory) -> Path:
-    """An undisturbed run of two ranks."""
-    directory = tmp_path_factory.mktemp("ranks") / "run"
-    run_to_end(command_of_two(tiny_model, directory))
-    return directory
-
-
-def test_two_ranks_hold_prompts_of_their_own_and_one_rank_cannot_take_them_over(two_ranks, tiny_model):
+@pytest.mark.slow
+@pytest.mark.parametrize("layout", [TWO, FOUR])
+def test_two_replicas_hold_prompts_of_their_own_and_one_rank_cannot_take_them_over(undisturbed, tiny_model, layout):
+    run = undisturbed(layout)
     first, second = (
         {group["prompt"]["prompt_id"] for group in collector["groups"]}
-        for collector in newest(two_ranks, tiny_model, 6).run["collectors"]
+        for collector in newest(run, layout.flags(tiny_model, run)).run["collectors"]
     )
     assert first and second and not first & second
-    done = subprocess.run(command(tiny_model, two_ranks, 6), capture_output=True, text=True)
+    words = flags(layout.model or tiny_model, run, layout.updates)
+    done = subprocess.run([sys.executable, "-c", MAIN, *words], capture_output=True, text=True)
     assert done.returncode == 2 and "replicas=1: expected 2" in done.stderr
