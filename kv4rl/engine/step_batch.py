@@ -6,9 +6,9 @@ from itertools import accumulate, groupby, pairwise
 import numpy as np
 import torch
 
-from kv4rl.cache.batch import DecodeBatch, TokenSlots
+from kv4rl.cache.batch import DecodeBatch, TokenSlots, side_entries
 from kv4rl.cache.kv_cache import CacheShape, KVCache
-from kv4rl.config import KVConfig
+from kv4rl.config import PAGE_TOKENS, KVConfig
 from kv4rl.engine.decode_step import PlannedOnHost
 from kv4rl.engine.page_table import PageTable
 from kv4rl.engine.scheduler import Chunk, StepPlan
@@ -108,13 +108,16 @@ def _token_slots(
     """Where every row of the step is written."""
     parts = [TokenSlots.for_decode(decode, kv)] if plan.decode else []
     if plan.chunks:
-        chunks = TokenSlots.cat([_chunk_slots(chunk, table, kv) for chunk in plan.chunks])
-        names = ("page_ids", "offsets", "positions", "slots", "side_entries")
-        parts.append(TokenSlots(*(upload(getattr(chunks, name).numpy(), device) for name in names)))
+        parts.append(_chunk_slots(plan.chunks, table, kv, device))
     return TokenSlots.cat(parts)
 
 
-def _chunk_slots(chunk: Chunk, table: PageTable, kv: KVConfig) -> TokenSlots:
-    slot = chunk.entry.slot
-    pages = torch.from_numpy(table.ids[slot, : table.held[slot]])
-    return TokenSlots.for_chunk(pages, slot, chunk.start, chunk.stop, kv)
+def _chunk_slots(chunks: list[Chunk], table: PageTable, kv: KVConfig, device: torch.device) -> TokenSlots:
+    """`TokenSlots.for_chunk` of all chunks at once: a step may hold a hundred, and the device waits for it."""
+    lengths = [chunk.stop - chunk.start for chunk in chunks]
+    each = lambda values: np.repeat(np.fromiter(values, np.int64, len(chunks)), lengths)
+    positions = np.concatenate([np.arange(chunk.start, chunk.stop) for chunk in chunks])
+    slots, stops = each(chunk.entry.slot for chunk in chunks), each(chunk.stop for chunk in chunks)
+    kept = side_entries(torch.from_numpy(positions), torch.from_numpy(stops - kv.recent_tokens), kv)
+    fields = (table.ids[slots, positions // PAGE_TOKENS], positions % PAGE_TOKENS, positions, slots, kept.numpy())
+    return TokenSlots(*(upload(field, device) for field in fields))
