@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from kv4rl.attention.backends import OneLaunch, choose_backend
+from kv4rl.attention.backends import choose_backend
 from kv4rl.cache.batch import DecodeBatch, TokenSlots
 from kv4rl.cache.main_cache import MainCache
 from kv4rl.cache.page_allocator import OutOfPages, PageAllocator
@@ -111,7 +111,8 @@ class KVCache:
     ) -> torch.Tensor:
         """A pure decode step's `write` of one new token a request, then its `decode`; row i of q, k, v is one token."""
         require(len(q) == len(k), "q.shape", tuple(q.shape), f"as many tokens as k has, {len(k)}")
-        if not isinstance(self.backend, OneLaunch) or not len(q):
+        together = hasattr(self.backend, "write_and_decode")  # `OneLaunch`, without 40 us of isinstance a layer
+        if not together or not len(q):
             self.write(layer, k, v, where)
             return self.decode(layer, q, batch)
         self._check_write(layer, k, v, where)

@@ -38,6 +38,11 @@ class PlannedOnHost(Protocol):
         """
 
 
+def plans_on_host(backend: object) -> bool:
+    """Whether a backend is `PlannedOnHost`; isinstance of a protocol takes 40 us, which every step would pay."""
+    return hasattr(backend, "prepare")
+
+
 @dataclass(frozen=True)
 class StepSize:
     """Shape of a step: padded rows, and columns of the page table."""
@@ -109,14 +114,14 @@ class DecodeStep:
         if previous is not None:  # a padding row takes the token of row 0: any that exists
             self._vectors[0, :rows] = self._results[0].index_select(0, self._vectors[0, :rows])
         self._load_pages(table)
-        if isinstance(self.cache.backend, PlannedOnHost):
+        if plans_on_host(self.cache.backend):
             self.cache.backend.prepare(self.cache, host[1], table.ids[host[2]])
         return StepSize(rows, pages)
 
     def load_padding(self, rows: int) -> StepSize:
         """Fill the buffers with `rows` rows that are no requests."""
         self._vectors[:, :rows] = upload(np.tile(PADDING, rows), self.cache.device)
-        if isinstance(self.cache.backend, PlannedOnHost):
+        if plans_on_host(self.cache.backend):
             empty = np.zeros(rows, dtype=np.int64)
             self.cache.backend.prepare(self.cache, empty, empty[:, None] - 1)
         return StepSize(rows, self.max_pages)

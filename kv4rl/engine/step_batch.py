@@ -9,7 +9,7 @@ import torch
 from kv4rl.cache.batch import DecodeBatch, TokenSlots, side_entries
 from kv4rl.cache.kv_cache import CacheShape, KVCache
 from kv4rl.config import PAGE_TOKENS, KVConfig
-from kv4rl.engine.decode_step import PlannedOnHost
+from kv4rl.engine.decode_step import plans_on_host
 from kv4rl.engine.page_table import PageTable
 from kv4rl.engine.scheduler import Chunk, StepPlan
 from kv4rl.engine.transfer import upload
@@ -30,7 +30,7 @@ class StepBatch:
         self._decode_rows = len(plan.slots)
         context = table.context[plan.slots]
         arrays = (table.rows(plan.slots), context, plan.slots)
-        if len(context) and isinstance(cache.backend, PlannedOnHost):
+        if len(context) and plans_on_host(cache.backend):
             cache.backend.prepare(cache, context, arrays[0], static=False)
         self._decode = DecodeBatch(*(upload(array, device) for array in arrays))
         self._where = _token_slots(plan, table, self._decode, cache.kv, device)
