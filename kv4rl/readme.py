@@ -26,7 +26,7 @@ from kv4rl.viz.style import PRECISION_NAMES, use_template
 from kv4rl.viz.training import learning_curves
 
 README = REPOSITORY / "README.md"
-PAGES = (README, REPOSITORY / "data" / "models" / "mini-qwen3" / "README.md")
+PAGES = (README, REPOSITORY / "data" / "models" / "mini-qwen3" / "README.md", REPOSITORY / "kernels" / "README.md")
 SECONDARY = (  # comparisons that notebook 11 and the page show; here they stand in a table of their own or nowhere
     "bits per element", "sampler KL of stored", "sampler KL, K and V rotated", "resident KV at", "decode replay",
     "decode calls per interval", "decode step, partial",
@@ -80,6 +80,8 @@ def training(rows: Path = RESULTS) -> str:
     return "\n\n".join([table, "\n".join(shown)])
 
 
+BASELINE = "bf16_flashinfer"
+KERNEL_ARMS = {**{arm: PRECISION_NAMES[arm] for arm in PRECISIONS[1:]}, "kv4_p8": "KV4, 8-bit P", "bf16": "our BF16"}
 HEADS = {"tp2_16q4kv": "TP2 shard (16 query, 4 KV heads)", "tp1_32q8kv": "one GPU (32 query, 8 KV heads)"}
 
 
@@ -105,6 +107,29 @@ def _ranges(title: str, rows: list[dict[str, str]]) -> str:
         values = [float(row["value"]) for row in rows if row["arm"] == arm]
         parts.append(f"{PRECISION_NAMES[arm]} {min(values):.2f} to {max(values):.2f}x")
     return f"{len({row['shape'] for row in rows})} shapes ({title}): {', '.join(parts)}"
+
+
+def decode(rows: Path = RESULTS) -> str:
+    """One layer's decode attention shape by shape: FlashInfer's time, each format's speedup, and `write_kv`."""
+    found, parts = read_rows(rows / "kernels.csv", experiment="kernels"), []
+    for model, heads in HEADS.items():
+        mine = [row for row in found if row["model"] == model]
+        value = {(row["shape"], row["arm"], row["metric"]): float(row["value"]) for row in mine}
+        lines = [
+            {"batch x context": shape, "BF16 FlashInfer": f"{value[shape, BASELINE, 'ms_per_layer'] * 1e3:.1f} us"}
+            | {name: _times(value.get((shape, arm, "speedup_vs_bf16"))) for arm, name in KERNEL_ARMS.items()}
+            for shape in dict.fromkeys(shape for shape, _, metric in value if metric == "ms_per_layer")
+        ]
+        written = [f"{value[key]:.1f} us for {key[0]} tokens" for key in value if key[2] == "write_kv_us"]
+        run = latest(mine)
+        origin = f"{run['hardware']}, {run['date']}, {run['commit']}"
+        said = f"{heads}, {origin}; `write_kv` of q, k, v: {', '.join(written)}:"
+        parts += [said[0].upper() + said[1:], _table(lines, tuple(lines[0]))]
+    return "\n\n".join(parts)
+
+
+def _times(speedup: float | None) -> str:
+    return "-" if speedup is None else f"{speedup:.2f}x"
 
 
 def replay(rows: Path = RESULTS) -> str:
@@ -176,7 +201,7 @@ def _table(rows: list[dict], columns: tuple[str, ...]) -> str:
 
 BLOCKS = {
     "notebooks": notebooks, "results": results, "training": training, "kernels": kernels, "replay": replay,
-    "today": today, "mini_model": mini_model,
+    "today": today, "mini_model": mini_model, "decode": decode,
 }  # fmt: skip
 
 
