@@ -163,6 +163,9 @@ def shows(difference: Band) -> str:
     return "ahead" if difference.low > 0 else "no difference"
 
 
+PHRASES = {"behind": "falls behind", "ahead": "ends ahead of", "no difference": "is not shown to differ from"}
+
+
 def verdict(setting: Setting) -> str:
     """One sentence: whether KV4 falls behind BF16 and whether KV4-RL does, by score, from the paired intervals."""
     said = []
@@ -171,8 +174,8 @@ def verdict(setting: Setting) -> str:
         if any(difference is None or difference.seeds < 2 for difference in found.values()):
             return "not shown: it takes two seeds or more of BF16, KV4 and KV4-RL"
         parts = [
-            f"{PRECISION_NAMES[name]} {'falls' if shows(difference) == 'behind' else 'does not fall'} behind BF16"
-            f" ({difference.mean:+.3f} [{difference.low:+.3f}, {difference.high:+.3f}])"
+            f"{PRECISION_NAMES[name]} {PHRASES[shows(difference)]} BF16 ({difference.mean:+.3f} "
+            f"[{difference.low:+.3f}, {difference.high:+.3f}])"
             for name, difference in found.items()
         ]
         said.append(f"{metric}, {found['kv4'].seeds} seeds: {', '.join(parts)}")
