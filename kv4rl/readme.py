@@ -29,7 +29,7 @@ README = REPOSITORY / "README.md"
 PAGES = (README, REPOSITORY / "data" / "models" / "mini-qwen3" / "README.md", REPOSITORY / "kernels" / "README.md")
 SECONDARY = (  # comparisons that notebook 11 and the page show; here they stand in a table of their own or nowhere
     "bits per element", "sampler KL of stored", "sampler KL, K and V rotated", "resident KV at", "decode replay",
-    "decode calls per interval", "decode step, partial",
+    "decode calls per interval", "decode step, partial", "accuracy lost", "reward lost",
 )  # fmt: skip
 
 
