@@ -17,6 +17,7 @@ from kv4rl.config import PAGE_TOKENS, KVConfig, require
 from kv4rl.results import latest
 from kv4rl.theory.roofline import QWEN3_4B
 from kv4rl.theory.step_cost import StepCost
+from kv4rl.viz.kernels import of_table_a3
 
 ARM = re.compile(r"kv4rl-s(\d+)-w(\d+)")
 COMMAND = "python -m kv4rl.fidelity.experiments --model {model} --panels grid"
@@ -140,10 +141,10 @@ class Workload:
 
 
 def workloads(rows: Iterable[Mapping[str, str]]) -> list[Workload]:
-    """Every shape of `kernels.csv` with BF16, KV4 and KV4-RL times, by context. Raises ValueError if there is none."""
+    """Table A3's shapes with BF16, KV4 and KV4-RL times in `kernels.csv`, by context. ValueError if there is none."""
     times: dict[str, dict[str, float]] = {}
-    for row in rows:
-        if row["model"] == HEADS and row["metric"] == "ms_per_layer" and re.fullmatch(r"\d+x\d+", row["shape"]):
+    for row in of_table_a3(list(rows)):
+        if row["model"] == HEADS and row["metric"] == "ms_per_layer":
             times.setdefault(row["shape"], {})[row["arm"]] = float(row["value"])
     wanted = {"bf16_flashinfer", "kv4", "kv4rl"}
     found = [Workload(*map(int, shape.split("x")), ms) for shape, ms in times.items() if wanted <= set(ms)]
