@@ -25,6 +25,7 @@ from statistics import fmean
 
 import torch
 
+from kv4rl.bench.forced_rollout import forced_rollout
 from kv4rl.bench.learner_load import dense_flops_per_s, input_tokens, multiplied_parameters, reward, synthetic_groups
 from kv4rl.checkpoint import BackgroundSave, Checkpoint
 from kv4rl.cli import one_sentence
@@ -44,7 +45,7 @@ from kv4rl.model.tensor_parallel import shard_decoder
 from kv4rl.phases import PhaseController
 from kv4rl.ranks import Ranks, Replica, connect
 from kv4rl.results import result_row, write_rows
-from kv4rl.rollout.fits import FITS, fit
+from kv4rl.rollout.fits import FITS
 from kv4rl.rollout.forced import RandomPrompts, shrunk
 from kv4rl.rollout.group import PromptGroup
 from kv4rl.rollout.partial import PartialCollector
@@ -97,8 +98,8 @@ def make(options: argparse.Namespace, ranks: Ranks, name: str) -> Bench:
     require(0 < share <= 1, "learner-share", share, "a number > 0 and <= 1")
     started, replica, dense = time.perf_counter(), ranks.replica(options.tp), dense_flops_per_s(ranks.device)
     decoder = random_model(options.model, dtype=torch.float32, device=ranks.device)
-    workload = replace(shrunk(fit(name).workload(options.seed), options.shrink), siblings=options.siblings)
-    rollout, parameters = _rollout(options, workload, decoder.config.max_positions), multiplied_parameters(decoder)
+    workload, rollout = forced_rollout(options, name, decoder.config.max_positions)
+    parameters = multiplied_parameters(decoder)
     rollout_decoder = _rollout_decoder(decoder, replica) if NEED_ENGINE & set(options.parts) else None
     decoder.recompute_layers = True  # Table A1
     learner = GRPOLearner(decoder, GRPOConfig(microbatch_tokens=options.microbatch_tokens), mesh=ranks.mesh)
@@ -116,20 +117,6 @@ def make(options: argparse.Namespace, ranks: Ranks, name: str) -> Bench:
 def _rollout_decoder(decoder: Decoder, replica: Replica) -> Decoder:
     copy = cast_copy(decoder, compute_dtype("auto", decoder.device))
     return copy if replica.communicator is None else shard_decoder(copy, replica.communicator)
-
-
-def _rollout(options: argparse.Namespace, workload: Workload, positions: int) -> RolloutConfig:
-    longest = workload.prompts.cap + workload.lengths.cap
-    require(longest <= positions, "shrink", options.shrink, f"lengths within the model's {positions}, not {longest}")
-    return RolloutConfig(
-        groups_per_update=options.groups,
-        responses_per_group=options.siblings,
-        max_prompt_tokens=workload.prompts.cap,
-        max_response_tokens=workload.lengths.cap,
-        max_active_requests=options.slots,
-        step_tokens=max(options.step_tokens, options.slots),
-        workspace_tokens=max(options.workspace_tokens, longest),
-    )
 
 
 def make_engine(bench: Bench, precision: str) -> RolloutEngine | None:

@@ -99,9 +99,8 @@ class OurDecode:
             where = TokenSlots.for_chunk(self.batch.page_table[row], row, 0, n, cache.kv)
             where._checked = (n, cache.allocator.num_pages, cache.num_slots, cache.side.entries)
             cache.write(0, self._random(n, heads), self._random(n, heads), where)
-        for tensor in (cache.main.storage, cache.side.k_codes, cache.side.v_codes, cache.side.k_scale):
+        for tensor in cache.tensors:
             tensor[1:] = tensor[:1]
-        cache.side.v_scale[1:] = cache.side.v_scale[:1]
 
     def _bytes_read(self, workload: Workload) -> int:
         """KV bytes a launch must read: main region in INT4 (or INT8), protected positions in INT8."""

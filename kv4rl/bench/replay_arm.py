@@ -121,6 +121,5 @@ def fill(cache: KVCache, generator: torch.Generator) -> None:
         size = (len(positions), shape.kv_heads, shape.head_dim)
         k, v = (torch.randn(size, generator=generator, device=cache.device).to(shape.dtype) for _ in range(2))
         cache.write(0, k, v, where)
-    side = cache.side
-    for tensor in (cache.main.storage, side.k_codes, side.v_codes, side.k_scale, side.v_scale):
+    for tensor in cache.tensors:
         tensor[1:] = tensor[:1]

@@ -27,9 +27,10 @@ import numpy as np
 import torch
 
 from kv4rl.bench.carried import dealt, simulated_state
+from kv4rl.bench.forced_rollout import forced_rollout
 from kv4rl.bench.outcome import Outcome, gains, over_replicas, rows, table
 from kv4rl.cli import one_sentence
-from kv4rl.config import PAGE_TOKENS, PRECISIONS, KVConfig, RolloutConfig, require
+from kv4rl.config import PAGE_TOKENS, PRECISIONS, KVConfig, RolloutConfig
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.flashinfer import FlashInferBackend
 from kv4rl.engine.memory import plan_engine
@@ -38,8 +39,8 @@ from kv4rl.model.shapes import SHAPES, random_model
 from kv4rl.ranks import Ranks, Replica, connect
 from kv4rl.results import RESULTS, write_rows
 from kv4rl.rollout.collector import CollectionStats
-from kv4rl.rollout.fits import FITS, fit
-from kv4rl.rollout.forced import RandomPrompts, shrunk
+from kv4rl.rollout.fits import FITS
+from kv4rl.rollout.forced import RandomPrompts
 from kv4rl.rollout.partial import PartialCollector
 from kv4rl.rollout.simulator import summarize
 from kv4rl.rollout.sync import SyncCollector
@@ -180,18 +181,7 @@ def arms(setting: Setting, options: argparse.Namespace) -> Iterator[Arm]:
 
 def make_setting(options: argparse.Namespace, name: str, decoder: Decoder, ranks: Ranks, replica: Replica) -> Setting:
     """The setting of one fit. Raises `ValueError` where the model has too few positions for its lengths."""
-    workload = replace(shrunk(fit(name).workload(options.seed), options.shrink), siblings=options.siblings)
-    rollout = RolloutConfig(
-        groups_per_update=options.groups,
-        responses_per_group=options.siblings,
-        max_prompt_tokens=workload.prompts.cap,
-        max_response_tokens=workload.lengths.cap,
-        max_active_requests=options.slots,
-        step_tokens=max(options.step_tokens, options.slots),
-        workspace_tokens=max(options.workspace_tokens, workload.prompts.cap + workload.lengths.cap),
-    )
-    longest, most = workload.prompts.cap + workload.lengths.cap, decoder.config.max_positions
-    require(longest <= most, "shrink", options.shrink, f"lengths within the model's {most} positions, not {longest}")
+    workload, rollout = forced_rollout(options, name, decoder.config.max_positions)
     budget = int(options.hbm_gb * 1e9)
     say = (lambda text: print(text, flush=True)) if ranks.leads else (lambda text: None)
     return Setting(

@@ -75,6 +75,12 @@ class KVCache:
         return self.main.nbytes + self.side.nbytes
 
     @property
+    def tensors(self) -> tuple[torch.Tensor, ...]:
+        """Everything that holds content, each with a leading dimension of layers: main cache, then side buffer."""
+        side = self.side
+        return self.main.storage, side.k_codes, side.v_codes, side.k_scale, side.v_scale
+
+    @property
     def bytes_per_page(self) -> int:
         """Main-cache bytes of one 16-token page over all layers (b_q of §A.2)."""
         return self.main.bytes_per_page

@@ -69,8 +69,7 @@ class CacheMemory:
             return
         self._saver.resume(self._tag)
         self._away = False
-        side = cache.side
-        for tensor in (cache.main.storage, side.k_codes, side.v_codes, side.k_scale, side.v_scale):
+        for tensor in cache.tensors:
             tensor.zero_()
         torch.cuda.synchronize(self._device)
 
