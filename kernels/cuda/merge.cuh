@@ -11,7 +11,22 @@ namespace kv4rl {
 struct Share {
   float4 o = {0.0f, 0.0f, 0.0f, 0.0f};
   float top = -INFINITY, total = 0.0f;
+
+  __device__ __forceinline__ void rescale(float factor) {
+    o = {o.x * factor, o.y * factor, o.z * factor, o.w * factor};
+    total *= factor;
+  }
+
+  __device__ __forceinline__ void add(float weight, float4 const& other, float other_total) {
+    o = {fmaf(weight, other.x, o.x), fmaf(weight, other.y, o.y), fmaf(weight, other.z, o.z), fmaf(weight, other.w, o.w)};
+    total = fmaf(weight, other_total, total);
+  }
 };
+
+// What a partial with maximum `top` counts for beside one with maximum `merged_top`.
+__device__ __forceinline__ float weight_of(float top, float total, float merged_top) {
+  return total == 0.0f ? 0.0f : exp2_approx(top - merged_top);
+}
 
 // What other blocks wrote is read from L2, what this block's warps wrote from shared memory.
 template <bool kGlobal, class T>
@@ -21,24 +36,30 @@ __device__ __forceinline__ T load(float const* from) {
   return *typed;
 }
 
-// `count` partials at `stride` floats, merged in order. An empty one (total 0) weighs zero; NaN stays NaN.
+constexpr int kAtOnce = 4;  // partials whose loads are under way together
+
+// `count` partials at `stride` floats, merged in order in one pass: what is summed moves to a new maximum with each
+// kAtOnce of them. An empty one (total 0) weighs zero; NaN stays NaN.
 template <bool kGlobal, int D>
 __device__ __forceinline__ Share merge_partials(float const* head, int channel, int count, int stride) {
   Share merged;
-#pragma unroll 4
-  for (int i = 0; i < count; ++i) merged.top = fmaxf(merged.top, load<kGlobal, float>(head + i * stride + D));
-#pragma unroll 4
-  for (int i = 0; i < count; ++i) {
-    float const* partial = head + i * stride;
-    float2 const stats = load<kGlobal, float2>(partial + D);  // top, total
-    float const total = stats.y;
-    float const weight = total == 0.0f ? 0.0f : exp2_approx(stats.x - merged.top);
-    float4 const o = load<kGlobal, float4>(partial + channel);
-    merged.o.x = fmaf(weight, o.x, merged.o.x);
-    merged.o.y = fmaf(weight, o.y, merged.o.y);
-    merged.o.z = fmaf(weight, o.z, merged.o.z);
-    merged.o.w = fmaf(weight, o.w, merged.o.w);
-    merged.total = fmaf(weight, total, merged.total);
+  for (int first = 0; first < count; first += kAtOnce) {
+    float2 stats[kAtOnce];  // top, total
+    float4 o[kAtOnce];
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) {
+      float const* partial = head + min(first + i, count - 1) * stride;  // beyond the last: it once more, not counted
+      stats[i] = load<kGlobal, float2>(partial + D);
+      o[i] = load<kGlobal, float4>(partial + channel);
+    }
+    float top = merged.top;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i) top = fmaxf(top, stats[i].x);
+    merged.rescale(weight_of(merged.top, merged.total, top));
+    merged.top = top;
+#pragma unroll
+    for (int i = 0; i < kAtOnce; ++i)
+      if (first + i < count) merged.add(weight_of(stats[i].x, stats[i].y, top), o[i], stats[i].y);
   }
   return merged;
 }
