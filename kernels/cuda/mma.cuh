@@ -69,10 +69,4 @@ __device__ __forceinline__ uint32_t pack_16bit(float low, float high) {
   return packed;
 }
 
-__device__ __forceinline__ float exp2_approx(float x) {
-  float y;
-  asm("ex2.approx.ftz.f32 %0, %1;" : "=f"(y) : "f"(x));
-  return y;
-}
-
 }  // namespace kv4rl

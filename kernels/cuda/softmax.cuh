@@ -3,6 +3,7 @@
 #include <cmath>
 #include <cstdint>
 
+#include "arithmetic.cuh"
 #include "mma.cuh"
 
 namespace kv4rl {

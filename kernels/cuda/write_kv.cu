@@ -1,25 +1,21 @@
 // write_kv: one launch a layer turns the step's q, k, v (after RoPE and QK-norm) into what decode reads: prepared INT8
-// queries, packed pages, side entries. Half a warp per (token, head) vector: what does not depend on the vector is done once
-// for two heads. Any of q and (k, v) may be absent.
-// Same formulas, rounding and order of operations as kv4rl/formats: the stored bits are the reference's.
-#include <cuda_bf16.h>
-
+// queries, packed pages, side entries. A team of lanes per (token, head) vector: what does not depend on the vector is
+// done once for all teams of a warp. Any of q and (k, v) may be absent. One configuration a build: PRECISION, and as
+// vector.cuh says.
 #include "launch_early.cuh"
-#include "layout.cuh"
+#include "quantise.cuh"
 #include "shared_memory.cuh"
 #include "synchronise.cuh"
 
 namespace kv4rl {
 
-enum Precision { kInt4 = 0, kInt8 = 1, kPlain = 2 };  // kPlain: the model's 16-bit elements, not rotated
-enum InputType { kBf16 = 0, kFp16 = 1, kFp32 = 2 };
+enum Precision { kInt4 = 0, kInt8 = 1, kPlain = 2 };  // kPlain: the model's elements, not rotated
 
 struct WriteArguments {
-  void const* q;  // [tokens, query_heads, D], heads dense, tokens `q_stride` elements apart; or null
+  void const* q;  // [tokens, query_heads, D], heads dense, tokens `q_stride` bytes apart; or null
   void const* k;  // [tokens, kv_heads, D]; or null
   void const* v;
-  int64_t q_stride, k_stride, v_stride;
-  uint8_t* query;  // [tokens, query_heads, kQueryRow<D>]
+  uint8_t* query;  // [tokens, query_heads, query_row bytes]
   uint8_t* pages;  // this layer's [num_pages, kv_heads, chunk]
   uint8_t* side_k;  // this layer's [slots, kv_heads, entries, D]; null without a side buffer
   uint8_t* side_v;
@@ -29,306 +25,212 @@ struct WriteArguments {
   int64_t const* offsets;
   int64_t const* slots;
   int64_t const* side_entries;  // -1: not kept
-  int tokens, query_heads, kv_heads, entries, precision, input_type;
+  unsigned q_stride, k_stride, v_stride, query_row;
+  int tokens, query_heads, kv_heads, entries;
 };
 
-constexpr int kD = HEAD_DIM;
-constexpr int kTeam = kWarp / 2;   // lanes of one vector
-constexpr int kEach = kD / kTeam;  // consecutive channels of a lane
-constexpr int kWriteWarps = 4;
-constexpr float kFp16Max = 65504.0f;
-constexpr float kExtreme = 1e38f;  // keeps high - low finite, as formats/affine.py
+constexpr int kMostWarps = 8;  // of a block
 
-struct Vector {
-  float x[kEach];
+// What a warp works on: the same heads of one token, a vector a team.
+struct Team {
+  unsigned token, head, lane;
+  bool stores;  // false where there is no such head: it repeats the last one and stores nothing
 };
 
-struct Codes {
-  uint8_t c[kEach];
-};
-
-// Which vector a lane works on: one of two heads of a token, both of q, of k or of v.
-struct Lane {
-  int in_team;
-  int head;
-  bool stores;  // false where there is no second head: it repeats the first and stores nothing
-};
-
-template <class T, class Combine>
-__device__ __forceinline__ T over_team(T x, Combine combine) {
-#pragma unroll
-  for (int lanes = kTeam / 2; lanes > 0; lanes /= 2) x = combine(x, __shfl_xor_sync(~0u, x, lanes));
-  return x;
+__device__ __forceinline__ Elements load_head(void const* from, unsigned stride, Team const& my) {
+  uint8_t const* row = static_cast<uint8_t const*>(from) + uint64_t(my.token) * stride;
+  return load_elements(row + my.head * (kD * kElementBytes), my.lane);
 }
 
-template <class T>
-__device__ __forceinline__ Vector load_as(void const* base, int64_t at, int lane) {
-  struct alignas(kEach * sizeof(T) < 16 ? kEach * sizeof(T) : 16) Pack {
-    T e[kEach];
-  } const pack = *reinterpret_cast<Pack const*>(static_cast<T const*>(base) + at + lane * kEach);
-  Vector y;
+// Lane's codes into a dense row of D.
+__device__ __forceinline__ void store_row(uint8_t* row, Codes const& codes, unsigned lane) {
+  struct alignas(kEach) Row {
+    uint32_t word[kEach / 4];
+  } mine;
 #pragma unroll
-  for (int i = 0; i < kEach; ++i) y.x[i] = static_cast<float>(pack.e[i]);
-  return y;
+  for (int i = 0; i < kEach / 4; ++i) mine.word[i] = codes.word(i);
+  reinterpret_cast<Row*>(row)[lane] = mine;
 }
 
-__device__ __forceinline__ Vector load_vector(void const* base, int type, int64_t at, int lane) {
-  if (type == kBf16) return load_as<__nv_bfloat16>(base, at, lane);
-  if (type == kFp16) return load_as<__half>(base, at, lane);
-  return load_as<float>(base, at, lane);
-}
-
-// x H, largest stride first, as formats/hadamard.py: across lanes, then inside one.
-__device__ __forceinline__ void rotate(Vector& y, int lane) {
+__device__ __forceinline__ void write_query(WriteArguments const& a, Team const& my) {
+  uint8_t* row = a.query + uint64_t(my.token * a.query_heads + my.head) * a.query_row;
+  Elements const elements = load_head(a.q, a.q_stride, my);
+  if constexpr (PRECISION == kPlain) {
+    if (my.stores) reinterpret_cast<Elements*>(row)[my.lane] = elements;
+  } else {
+    Vector y = unpack(elements);
+    rotate(y, my.lane);
+    float const scale = divided_by<127>(largest(y));
+    Codes const codes = symmetric<true>(y, scale);
+    int sum = 0;
 #pragma unroll
-  for (int lanes = kTeam / 2; lanes > 0; lanes /= 2) {
-    float const sign = lane & lanes ? -1.0f : 1.0f;
-#pragma unroll
-    for (int i = 0; i < kEach; ++i) y.x[i] = fmaf(sign, y.x[i], __shfl_xor_sync(~0u, y.x[i], lanes));
+    for (int i = 0; i < kEach / 4; ++i) sum = __dp4a(static_cast<int>(codes.word(i)), 0x01010101, sum);
+    sum = over_team(sum, [](int a, int b) { return a + b; });
+    if (!my.stores) return;
+    store_row(row, codes, my.lane);
+    if (my.lane == 0) *reinterpret_cast<QueryTail*>(row + kD) = {scale, static_cast<float>(sum)};
   }
-#pragma unroll
-  for (int half = kEach / 2; half > 0; half /= 2)
-#pragma unroll
-    for (int i = 0; i < kEach; ++i)
-      if ((i & half) == 0) {
-        float const upper = y.x[i], lower = y.x[i + half];
-        y.x[i] = upper + lower;
-        y.x[i + half] = upper - lower;
-      }
-  constexpr float norm = kD == 64 ? 0.125f : kD == 128 ? 0.08838834764831845f : 0.0625f;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) y.x[i] *= norm;
-}
-
-__device__ __forceinline__ __half saturate(float x) {  // NaN stays NaN
-  return x != x ? __ushort_as_half(0x7FFF) : __float2half_rn(fminf(fmaxf(x, -kFp16Max), kFp16Max));
-}
-
-// x / step as IEEE division rounds it, for one correctly rounded reciprocal a vector: Markstein's correction step.
-struct Divider {
-  float step, inverse;
-  __device__ __forceinline__ float operator()(float x) const {
-    float const near = x * inverse;
-    return fmaf(fmaf(-near, step, x), inverse, near);
-  }
-};
-
-__device__ __forceinline__ Divider divide_by(float step) {  // by zero or NaN: every quotient is 0
-  return step > 0.0f ? Divider{step, __frcp_rn(step)} : Divider{0.0f, 0.0f};
-}
-
-// x / step rounded half to even into [low, high]; 0 for a zero step or NaN.
-__device__ __forceinline__ int code(float quotient, int low, int high) {
-  return min(max(__float2int_rn(quotient), low), high);
-}
-
-__device__ __forceinline__ Codes symmetric(Vector const& y, float step) {
-  Divider const by = divide_by(step);
-  Codes codes;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) codes.c[i] = static_cast<uint8_t>(code(by(y.x[i]), -127, 127));
-  return codes;
-}
-
-// The largest magnitude of the vector, NaN if it holds one: magnitudes order as their bits do, NaN above infinity.
-__device__ __forceinline__ float largest(Vector const& y) {
-  unsigned amax = 0;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) amax = max(amax, __float_as_uint(fabsf(y.x[i])));
-  return __uint_as_float(over_team(amax, [](unsigned a, unsigned b) { return max(a, b); }));
-}
-
-// Floats as integers of the same order, NaN at the ends; its own inverse.
-__device__ __forceinline__ int ordered(int bits) { return bits ^ (bits >> 31 & 0x7FFFFFFF); }
-
-__device__ __forceinline__ Codes affine(Vector const& y, __half2& metadata) {
-  int least = 0x7FFFFFFF, most = ~0x7FFFFFFF;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) {
-    int const x = ordered(__float_as_int(y.x[i]));
-    least = min(least, x), most = max(most, x);
-  }
-  float low = __int_as_float(ordered(over_team(least, [](int a, int b) { return min(a, b); })));
-  float high = __int_as_float(ordered(over_team(most, [](int a, int b) { return max(a, b); })));
-  bool const nan = low != low || high != high;
-  low = nan ? NAN : fminf(fmaxf(low, -kExtreme), kExtreme);
-  high = fminf(fmaxf(high, -kExtreme), kExtreme);
-  __half const scale = saturate(__fdiv_rn(high - low, 15.0f)), offset = saturate(low);
-  metadata = __halves2half2(scale, offset);
-  Divider const by = divide_by(__half2float(scale));
-  float const from = __half2float(offset);
-  Codes codes;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) codes.c[i] = static_cast<uint8_t>(code(by(y.x[i] - from), 0, 15));
-  return codes;
-}
-
-// Lane's kEach bytes to a dense row of D.
-__device__ __forceinline__ void store_row(uint8_t* row, Codes const& codes, int lane) {
-  struct alignas(kEach) Pack {
-    Codes codes;
-  };
-  *reinterpret_cast<Pack*>(row + lane * kEach) = Pack{codes};
-}
-
-// The token's codes into fragment order (packing.py); `row` is the team's shared copy of them.
-__device__ __forceinline__ void scatter_k(uint8_t* chunk, uint8_t const* row, int token, int lane, bool int8) {
-  uint32_t const* words = reinterpret_cast<uint32_t const*>(row);
-  int const g = token % 8, i0 = token / 8;
-  for (int i = lane; i < (int8 ? kD / 4 : kD / 8); i += kTeam) {
-    int const i1 = i % 2, x = int8 ? i / 2 % 2 : 0, rest = i / (int8 ? 4 : 2), t = rest % 4, s = rest / 4;
-    int const first = 16 * s + 4 * t + 2 * x + i1;
-    uint32_t const word = int8 ? words[first] : words[first] | words[first + 2] << 4;
-    int const block = int8 ? 2 * s + x : s;
-    *reinterpret_cast<uint32_t*>(chunk + block * 512 + (4 * g + t) * 16 + i1 * 8 + i0 * 4) = word;
-  }
-}
-
-__device__ __forceinline__ void scatter_v(uint8_t* codes, uint8_t const* row, int token, int lane, bool int8) {
-  int const hi = token / 8, t = token / 2 % 4, q = token % 2;
-  for (int i = lane; i < (int8 ? kD : kD / 2); i += kTeam) {
-    if (int8) {
-      int const g = i / (kD / 8), r = i % (kD / 8);
-      codes[r / 4 * 512 + (4 * g + t) * 16 + r / 2 % 2 * 8 + hi * 4 + r % 2 * 2 + q] = row[i];
-    } else {
-      int const g = i / (kD / 16), j = i % (kD / 16);
-      codes[j / 4 * 512 + (4 * g + t) * 16 + j % 4 * 4 + q * 2 + hi] = row[2 * i] | row[2 * i + 1] << 4;
-    }
-  }
-}
-
-__device__ __forceinline__ void copy_row(void* to, void const* from, int bytes, int lane) {
-  for (int i = lane; i < bytes / 4; i += kTeam) static_cast<uint32_t*>(to)[i] = static_cast<uint32_t const*>(from)[i];
-}
-
-__device__ __forceinline__ void write_query(WriteArguments const& a, int token, Lane const& my) {
-  int64_t const from = token * a.q_stride + my.head * kD, to = int64_t(token) * a.query_heads + my.head;
-  if (a.precision == kPlain) {  // 16-bit elements as they are (QueryElements)
-    if (my.stores)
-      copy_row(a.query + to * (2 * kD + 16), static_cast<uint16_t const*>(a.q) + from, 2 * kD, my.in_team);
-    return;
-  }
-  Vector y = load_vector(a.q, a.input_type, from, my.in_team);
-  rotate(y, my.in_team);
-  float const scale = __fdiv_rn(largest(y), 127.0f);
-  Codes const codes = symmetric(y, scale);
-  int sum = 0;
-#pragma unroll
-  for (int i = 0; i < kEach; ++i) sum += static_cast<int8_t>(codes.c[i]);
-  sum = over_team(sum, [](int a, int b) { return a + b; });
-  if (!my.stores) return;
-  uint8_t* row = a.query + to * kQueryRow<kD>;
-  store_row(row, codes, my.in_team);
-  if (my.in_team == 0) *reinterpret_cast<QueryTail*>(row + kD) = {scale, static_cast<float>(sum)};
 }
 
 // Where a token goes, read in one go and before anything that depends on it: under load a read takes a microsecond.
 struct Place {
-  int64_t page;
-  int offset, slot, entry;
+  int page, offset, slot, entry;
 };
 
-__device__ __forceinline__ int64_t read_now(int64_t const* from, int token) {
-  return *static_cast<int64_t const volatile*>(from + token);
+__device__ __forceinline__ int read_now(int64_t const* from, unsigned token) {  // its low half: all of these fit
+  return reinterpret_cast<int const volatile*>(from + token)[0];
 }
 
-__device__ __forceinline__ Place read_place(WriteArguments const& a, int token) {
-  Place at = {read_now(a.page_ids, token), static_cast<int>(read_now(a.offsets, token)), 0, -1};
-  if (a.side_k != nullptr) {
-    at.slot = static_cast<int>(read_now(a.slots, token));
-    at.entry = static_cast<int>(read_now(a.side_entries, token));
-  }
+__device__ __forceinline__ Place read_place(WriteArguments const& a, unsigned token) {
+  Place at = {read_now(a.page_ids, token), read_now(a.offsets, token), 0, -1};
+  if constexpr (PRECISION == kInt4) at.slot = read_now(a.slots, token), at.entry = read_now(a.side_entries, token);
   return at;
 }
 
-__device__ __forceinline__ void write_side(WriteArguments const& a, Vector const& y, Place const& place, bool is_v,
-                                           Lane const& my) {
-  __half const scale = saturate(__fdiv_rn(largest(y), 127.0f));
-  if (!my.stores) return;
-  int64_t const at = (int64_t(place.slot) * a.kv_heads + my.head) * a.entries + place.entry;
-  store_row((is_v ? a.side_v : a.side_k) + at * kD, symmetric(y, __half2float(scale)), my.in_team);
-  if (my.in_team == 0) (is_v ? a.side_v_scale : a.side_k_scale)[at] = scale;
+__device__ __forceinline__ void store_word(uint8_t* at, uint32_t word) { *reinterpret_cast<uint32_t*>(at) = word; }
+
+// Keys into fragment order (packing.py). Words of 4 channels have index 16s + 4t + 2x + i1; in INT4 those of x = 0 and 1
+// share one. A lane's indices begin at kWords * lane, so places of the two parts of an index add up.
+__device__ __forceinline__ constexpr unsigned place_of_key(unsigned index) {
+  unsigned const i1 = index % 2, x = index / 2 % 2, t = index / 4 % 4, s = index / 16;
+  return (PRECISION == kInt8 ? 2 * s + x : s) * 512 + t * 16 + i1 * 8;
 }
 
-// A key or value vector into its page, by way of `row` in shared memory.
-__device__ __forceinline__ void write_page(WriteArguments const& a, Vector const& y, uint8_t* chunk, uint8_t* row,
-                                           int token, bool is_v, Lane const& my) {
-  bool const int8 = a.precision == kInt8;
-  __half2 metadata;
-  if (int8) {
-    metadata = __half2half2(saturate(__fdiv_rn(largest(y), 127.0f)));
-    store_row(row, symmetric(y, __low2float(metadata)), my.in_team);
+__device__ __forceinline__ void store_key(uint8_t* chunk, Codes const& codes, unsigned offset, Team const& my) {
+  constexpr int kWords = kEach / 4;
+  uint8_t* at = chunk + offset % 8 * 64 + offset / 8 * 4;
+  if constexpr (PRECISION == kInt4 && kWords == 2) {  // x is the lane's last bit: each of two lanes stores one word
+    bool const odd = my.lane % 2;
+    uint32_t const words[2] = {codes.word(0), codes.word(1)};
+    uint32_t const other = __shfl_xor_sync(~0u, odd ? words[0] : words[1], 1);
+    uint32_t const word = odd ? other | words[1] << 4 : words[0] | other << 4;
+    if (my.stores) store_word(at + place_of_key(my.lane / 2 * 4 + my.lane % 2), word);
   } else {
-    store_row(row, affine(y, metadata), my.in_team);
+    if (!my.stores) return;
+    at += place_of_key(my.lane * kWords);
+#pragma unroll
+    for (int i = 0; i < kWords; ++i) {
+      if (PRECISION == kInt8) store_word(at + place_of_key(i), codes.word(i));
+      if (PRECISION == kInt4 && i % 4 < 2) store_word(at + place_of_key(i), codes.word(i) | codes.word(i + 2) << 4);
+    }
   }
-  __syncwarp();
+}
+
+// Values: a byte of a lane is two channels in INT4, one in INT8; kBytes of them belong to one g.
+__device__ __forceinline__ constexpr unsigned place_of_value(unsigned index) {
+  constexpr unsigned kBytes = PRECISION == kInt8 ? kD / 8 : kD / 16;
+  unsigned const g = index / kBytes, r = index % kBytes;
+  if (PRECISION == kInt8) return r / 4 * 512 + g * 64 + r / 2 % 2 * 8 + r % 2 * 2;
+  return r / 4 * 512 + g * 64 + r % 4 * 4;
+}
+
+__device__ __forceinline__ void store_value(uint8_t* chunk, Codes const& codes, unsigned offset, Team const& my) {
   if (!my.stores) return;
-  uint8_t* numbers = chunk + (int8 ? Int8Chunk<kD>::metadata : Int4Chunk<kD>::metadata);
-  if (my.in_team == 0 && int8) reinterpret_cast<__half*>(numbers)[2 * token + is_v] = __low2half(metadata);
-  if (my.in_team == 0 && !int8) reinterpret_cast<__half2*>(numbers)[2 * token + is_v] = metadata;
-  if (is_v)
-    scatter_v(chunk + (int8 ? Int8Chunk<kD>::v_codes : Int4Chunk<kD>::v_codes), row, token, my.in_team, int8);
-  else
-    scatter_k(chunk, row, token, my.in_team, int8);
+  unsigned const hi = offset / 8, t = offset / 2 % 4, q = offset % 2;
+  constexpr int kBytes = PRECISION == kInt8 ? kEach : kEach / 2;
+  uint8_t* at = chunk + t * 16 + (PRECISION == kInt8 ? hi * 4 + q : q * 2 + hi) + place_of_value(my.lane * kBytes);
+#pragma unroll
+  for (int i = 0; i < kBytes; ++i)
+    at[place_of_value(i)] =
+        static_cast<uint8_t>(PRECISION == kInt8 ? codes.c[i] : codes.c[2 * i] + codes.c[2 * i + 1] * 16);
 }
 
-__device__ __forceinline__ void write_plain(WriteArguments const& a, void const* source, int64_t at, int64_t chunk,
-                                            int token, bool is_v, int lane) {
-  int const size = a.input_type == kFp32 ? 4 : 2;
-  uint8_t const* from = static_cast<uint8_t const*>(source) + at * size;
-  uint8_t* to = a.pages + (chunk * 2 + is_v) * kPageTokens * kD * size + token * kD * size;
-  copy_row(to, from, kD * size, lane);
+template <bool kValue>
+__device__ __forceinline__ void write_side(WriteArguments const& a, Vector const& y, float magnitude, Place const& place,
+                                           Team const& my) {
+  __half const scale = saturate(divided_by<127>(magnitude));
+  if (!my.stores) return;
+  int64_t const at = int64_t(place.slot * a.kv_heads + int(my.head)) * a.entries + place.entry;
+  store_row((kValue ? a.side_v : a.side_k) + at * kD, symmetric<false>(y, __half2float(scale)), my.lane);
+  if (my.lane == 0) (kValue ? a.side_v_scale : a.side_k_scale)[at] = scale;
 }
 
-__device__ __forceinline__ void write_key_value(WriteArguments const& a, uint8_t* row, int token, bool is_v,
-                                                Lane const& my) {
-  Place const place = read_place(a, token);
-  void const* source = is_v ? a.v : a.k;
-  int64_t const at = token * (is_v ? a.v_stride : a.k_stride) + my.head * kD;
-  int64_t const chunk = place.page * a.kv_heads + my.head;
-  if (a.precision == kPlain) {
-    if (place.page >= 0 && my.stores) write_plain(a, source, at, chunk, place.offset, is_v, my.in_team);
-    return;
+template <bool kValue>
+__device__ __forceinline__ void write_quantised(WriteArguments const& a, Vector const& y, Place const& place,
+                                                Team const& my) {
+  using Chunk = std::conditional_t<PRECISION == kInt8, Int8Chunk<kD>, Int4Chunk<kD>>;
+  uint8_t* chunk = a.pages + int64_t(place.page * a.kv_heads + int(my.head)) * Chunk::bytes;
+  Codes codes;
+  float magnitude;
+  if constexpr (PRECISION == kInt8) {
+    magnitude = largest(y);
+    __half const scale = saturate(divided_by<127>(magnitude));
+    codes = symmetric<false>(y, __half2float(scale));
+    if (my.lane == 0 && my.stores)
+      reinterpret_cast<__half*>(chunk + Chunk::metadata)[2 * place.offset + kValue] = scale;
+  } else {
+    Range const range = range_of(y);
+    magnitude = range.magnitude();
+    __half2 metadata;
+    codes = affine(y, range, metadata);
+    if (my.lane == 0 && my.stores)
+      reinterpret_cast<__half2*>(chunk + Chunk::metadata)[2 * place.offset + kValue] = metadata;
   }
-  Vector y = load_vector(source, a.input_type, at, my.in_team);
-  if (place.page < 0) return;
-  if (!is_v) rotate(y, my.in_team);
-  int const bytes = a.precision == kInt8 ? Int8Chunk<kD>::bytes : Int4Chunk<kD>::bytes;
-  write_page(a, y, a.pages + chunk * bytes, row, place.offset, is_v, my);
-  if (place.entry >= 0) write_side(a, y, place, is_v, my);
+  if constexpr (kValue)
+    store_value(chunk + Chunk::v_codes, codes, place.offset, my);
+  else
+    store_key(chunk, codes, place.offset, my);
+  if constexpr (PRECISION == kInt4)
+    if (place.entry >= 0) write_side<kValue>(a, y, magnitude, place, my);
 }
 
-__host__ __device__ constexpr int warps_for(int heads) { return (heads + 1) / 2; }
+template <bool kValue>
+__device__ __forceinline__ void write_key_or_value(WriteArguments const& a, Team my) {
+  Place const place = read_place(a, my.token);
+  Elements const elements = load_head(kValue ? a.v : a.k, kValue ? a.v_stride : a.k_stride, my);
+  my.stores = my.stores && place.page >= 0;  // no early exit, which would make the vector wait for the page id
+  if constexpr (PRECISION == kPlain) {
+    int64_t const rows = (int64_t(place.page * a.kv_heads + int(my.head)) * 2 + kValue) * kPageTokens + place.offset;
+    if (my.stores) reinterpret_cast<Elements*>(a.pages + rows * (kD * kElementBytes))[my.lane] = elements;
+  } else {
+    Vector y = unpack(elements);
+    if constexpr (!kValue) rotate(y, my.lane);
+    write_quantised<kValue>(a, y, place, my);
+  }
+}
 
 // Warps of a token: those of its query heads first, then of its keys, then of its values.
-__host__ __device__ inline int warps_of_token(WriteArguments const& a) {
-  return (a.q ? warps_for(a.query_heads) : 0) + (a.k ? 2 * warps_for(a.kv_heads) : 0);
+struct WriteLaunch {
+  WriteArguments a;
+  unsigned query_warps, kv_warps;
+};
+
+inline WriteLaunch launch_of(WriteArguments const& a) {
+  unsigned const queries = a.q != nullptr ? a.query_heads : 0, keys = a.k != nullptr ? a.kv_heads : 0;
+  return {a, (queries + kTeams - 1) / kTeams, (keys + kTeams - 1) / kTeams};
 }
 
-inline unsigned blocks_of_token(WriteArguments const& a) { return (warps_of_token(a) + kWriteWarps - 1) / kWriteWarps; }
-
-__device__ __forceinline__ Lane lane_of(int pair, int heads) {
-  int const lane = lane_index(), head = 2 * pair + lane / kTeam;
-  return {lane % kTeam, min(head, heads - 1), head < heads};
+inline unsigned blocks_of_token(WriteLaunch const& l) {
+  return (l.query_warps + 2 * l.kv_warps + kMostWarps - 1) / kMostWarps;
 }
 
-extern "C" __global__ void __launch_bounds__(kWriteWarps* kWarp) write_kv_kernel(__grid_constant__ WriteArguments const a) {
-  __shared__ alignas(16) uint8_t rows[kWriteWarps][2][kD];
-  int const warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0), turn = blockIdx.y * kWriteWarps + warp;
-  int const token = blockIdx.x, queries = a.q != nullptr ? warps_for(a.query_heads) : 0, each = warps_for(a.kv_heads);
+inline int threads_of(WriteLaunch const& l) {  // the token's warps over its blocks
+  unsigned const warps = l.query_warps + 2 * l.kv_warps, blocks = blocks_of_token(l);
+  return blocks == 0 ? 0 : int((warps + blocks - 1) / blocks) * kWarp;
+}
+
+__device__ __forceinline__ Team team_of(unsigned turn, unsigned heads) {
+  unsigned const lane = lane_index(), head = kTeams * turn + lane / kTeam;
+  return {blockIdx.x, min(head, heads - 1), lane % kTeam, head < heads};
+}
+
+extern "C" __global__ void __launch_bounds__(kMostWarps* kWarp) write_kv_kernel(__grid_constant__ WriteLaunch const l) {
+  WriteArguments const& a = l.a;
+  unsigned turn = blockIdx.y * (blockDim.x / kWarp) + __shfl_sync(~0u, threadIdx.x / kWarp, 0);
   let_next_launch_begin();
   await_previous_launch();
-  if (turn < queries) return write_query(a, token, lane_of(turn, a.query_heads));
-  if (turn >= warps_of_token(a)) return;
-  bool const is_v = turn >= queries + each;
-  Lane const my = lane_of(turn - queries - (is_v ? each : 0), a.kv_heads);
-  write_key_value(a, rows[warp][lane_index() / kTeam], token, is_v, my);
+  if (turn < l.query_warps) return write_query(a, team_of(turn, a.query_heads));
+  turn -= l.query_warps;
+  if (turn < l.kv_warps) return write_key_or_value<false>(a, team_of(turn, a.kv_heads));
+  turn -= l.kv_warps;
+  if (turn < l.kv_warps) write_key_or_value<true>(a, team_of(turn, a.kv_heads));
 }
 
 extern "C" int launch_write_kv(WriteArguments const* a, cudaStream_t stream) {
-  dim3 const blocks(a->tokens, blocks_of_token(*a));
+  WriteLaunch const l = launch_of(*a);
+  dim3 const blocks(a->tokens, blocks_of_token(l));
   if (blocks.x == 0 || blocks.y == 0) return cudaSuccess;
-  return launch_early(write_kv_kernel, blocks, kWriteWarps * kWarp, 0, stream, *a);
+  return launch_early(write_kv_kernel, blocks, threads_of(l), 0, stream, l);
 }
 
 }  // namespace kv4rl

@@ -19,6 +19,7 @@ from kv4rl.attention.cuda_arguments import (
     plan_arguments,
     prepared_queries,
     write_arguments,
+    write_defines,
 )
 from kv4rl.config import require
 from kv4rl.formats.packing import chunk_bytes
@@ -40,7 +41,7 @@ def write_kv(cache, layer: int, q, k, v, where) -> torch.Tensor | None:
     """
     prepared = None if q is None else prepared_queries(cache, q)
     arguments = write_arguments(cache, layer, q, k, v, where, prepared)
-    library = jit.build("write_kv", HEAD_DIM=cache.shape.head_dim)
+    library = jit.build("write_kv", **write_defines(cache))
     jit.check(library.launch_write_kv(ctypes.byref(arguments), _stream()), "write_kv")
     return prepared
 

@@ -11,6 +11,7 @@ CHUNK_WEIGHTS = (16, 192)  # least and most pages (3,072 tokens) of a work item,
 MAX_CHUNKS = 32  # schedule.cuh: kMaxChunks
 UNIT_BYTES = 32  # schedule.cuh: Unit
 QUERY_TAIL = 16  # layout.cuh: bytes after the codes of a prepared query row
+WRITE_CHANNELS = 8  # vector.cuh: channels of a head that a lane of `write_kv` holds, 8 or 16
 SUMS_TAIL = 4  # decode.cuh: floats after the D sums of a partial
 INPUT_TYPES = {torch.bfloat16: 0, torch.float16: 1, torch.float32: 2}
 PRECISION_CODES = {"kv4": 0, "kv4rl": 0, "kv8": 1, "bf16": 2}
@@ -26,10 +27,9 @@ class WriteArguments(ctypes.Structure):
     """write_kv.cu."""
 
     _fields_ = [
-        *_fields(_pointer, "q k v"),
-        *_fields(_int64, "q_stride k_stride v_stride"),
-        *_fields(_pointer, "query pages side_k side_v side_k_scale side_v_scale page_ids offsets slots side_entries"),
-        *_fields(_int, "tokens query_heads kv_heads entries precision input_type"),
+        *_fields(_pointer, "q k v query pages side_k side_v side_k_scale side_v_scale"),
+        *_fields(_pointer, "page_ids offsets slots side_entries"),
+        *_fields(_int, "q_stride k_stride v_stride query_row tokens query_heads kv_heads entries"),
     ]
 
 
@@ -78,6 +78,8 @@ def most_chunks(max_pages: int, regions: tuple[int, int], chunk_weight: int) -> 
 def _require_dense_heads(name: str, x: torch.Tensor) -> None:
     dense = x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]
     require(dense, f"{name}.stride", tuple(x.stride()), "heads and channels dense: (any, head_dim, 1)")
+    aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.itemsize % 16 == 0
+    require(aligned, f"{name}.stride", tuple(x.stride()), "tokens at multiples of 16 bytes")
 
 
 def _require_dense(name: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
@@ -92,6 +94,16 @@ def prepared_queries(cache, q: torch.Tensor) -> torch.Tensor:
     return torch.empty(*q.shape[:2], row, dtype=torch.uint8, device=q.device)
 
 
+def write_defines(cache) -> dict[str, int]:
+    """What a build of `write_kv` fixes."""
+    return {
+        "HEAD_DIM": cache.shape.head_dim,
+        "EACH": WRITE_CHANNELS,
+        "PRECISION": PRECISION_CODES[cache.kv.precision],
+        "INPUT_TYPE": INPUT_TYPES[cache.shape.dtype],
+    }
+
+
 def write_arguments(cache, layer: int, q, k, v, where, prepared) -> WriteArguments:
     """Arguments of `write_kv` for q (into `prepared`), for k and v (at `where`), or for all three."""
     shape, given = cache.shape, q if q is not None else k
@@ -100,17 +112,15 @@ def write_arguments(cache, layer: int, q, k, v, where, prepared) -> WriteArgumen
         query_heads=shape.query_heads,
         kv_heads=shape.kv_heads,
         entries=cache.side.entries,
-        precision=PRECISION_CODES[cache.kv.precision],
-        input_type=INPUT_TYPES[given.dtype],
     )
-    if q is not None:
-        _require_dense_heads("q", q)
-        arguments.q, arguments.q_stride, arguments.query = q.data_ptr(), q.stride(0), prepared.data_ptr()
-    if k is not None:
-        for name, x in (("k", k), ("v", v)):
+    for name, x in (("q", q), ("k", k), ("v", v)):
+        if x is not None:
             _require_dense_heads(name, x)
             setattr(arguments, name, x.data_ptr())
-            setattr(arguments, f"{name}_stride", x.stride(0))
+            setattr(arguments, f"{name}_stride", x.stride(0) * x.itemsize)
+    if q is not None:
+        arguments.query, arguments.query_row = prepared.data_ptr(), prepared.shape[-1]
+    if k is not None:
         arguments.pages = cache.main.storage[layer].data_ptr()
         _point_at_rows(arguments, where, "page_ids offsets slots side_entries")
         _point_at_side(arguments, cache, layer)

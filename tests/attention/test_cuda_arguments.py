@@ -75,7 +75,7 @@ def test_tokens_may_lie_apart(cache):
     q, k, v = qkv.split((8, 2, 2), dim=1)
     where = TokenSlots.for_chunk(torch.arange(6), 0, 0, 5, cache.kv)
     arguments = host.write_arguments(cache, 0, q, k, v, where, host.prepared_queries(cache, q))
-    assert (arguments.q_stride, arguments.k_stride, arguments.v_stride) == (1536, 1536, 1536)
+    assert (arguments.q_stride, arguments.k_stride, arguments.v_stride) == (3072, 3072, 3072)  # bytes
     assert arguments.k == qkv.data_ptr() + 8 * 128 * 2
 
 

@@ -17,19 +17,20 @@ import torch
 from kv4rl.attention import cuda_arguments as host
 from kv4rl.attention import jit
 from kv4rl.attention.float64 import bf16_peer, oracle
+from kv4rl.attention.reference import prepare_query
 from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.config import KVConfig
 
 EMULATOR = Path(__file__).parent / "cuda_emulator"
-REPLACED = ("mma", "bulk_copy", "synchronise", "shared_memory", "launch_early")  # what a CPU has no word for
+REPLACED = ("mma", "arithmetic", "bulk_copy", "synchronise", "shared_memory", "launch_early")  # what a CPU has no word for
 CHUNK_WEIGHT = 6  # pages: short requests split too
 BLOCKS = 3
 KERNELS = {"kv4": "decode_int4", "kv4rl": "decode_int4", "kv8": "decode_int8", "bf16": "decode_bf16"}
 LAUNCHES = {
     "plan": "void run(PlanArguments const* a) { emulator::launch(plan_kernel, *a, {1}, kPlanThreads); }",
-    "write_kv": "void run(WriteArguments const* a) "
-    "{ emulator::launch(write_kv_kernel, *a, {unsigned(a->tokens), blocks_of_token(*a)}, kWriteWarps * kWarp); }",
+    "write_kv": "void run(WriteArguments const* a) { WriteLaunch const l = launch_of(*a); "
+    "emulator::launch(write_kv_kernel, l, {unsigned(a->tokens), blocks_of_token(l)}, threads_of(l)); }",
     **{
         name: f"void run(DecodeArguments const* a, int blocks) "
         f"{{ emulator::launch({name}_kernel, *a, {{unsigned(blocks)}}, kThreads); }}"
@@ -90,7 +91,7 @@ class Emulated:
     def write(self, cache, layer, k, v, where, q=None):
         prepared = None if q is None else host.prepared_queries(cache, q)
         arguments = host.write_arguments(cache, layer, q, k, v, where, prepared)
-        library = self.library("write_kv", (("HEAD_DIM", cache.shape.head_dim),))
+        library = self.library("write_kv", tuple(host.write_defines(cache).items()))
         library.run(ctypes.byref(arguments))
         return prepared
 
@@ -159,8 +160,9 @@ def check(backend, cache, batch, q):
 
 
 @pytest.mark.parametrize("precision", ["bf16", "kv8", "kv4", "kv4rl"])
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_write_kv_stores_the_references_bits(emulated, precision, d):
+@pytest.mark.parametrize(("d", "each"), [(64, 8), (128, 8), (256, 8), (64, 16), (128, 16), (256, 16)])
+def test_write_kv_stores_the_references_bits(emulated, monkeypatch, precision, d, each):
+    monkeypatch.setattr(host, "WRITE_CHANNELS", each)
     kv = KVConfig(precision, sink_tokens=3, recent_tokens=7)
     shape = CacheShape(1, 2, 1, d, torch.bfloat16)
     ours, reference = (poisoned(kv, shape, 2, 3) for _ in range(2))
@@ -176,6 +178,21 @@ def test_write_kv_stores_the_references_bits(emulated, precision, d):
             assert torch.equal(getattr(a, name).nan_to_num(7), getattr(b, name).nan_to_num(7)), name
     for name in ("k_codes", "v_codes", "k_scale", "v_scale"):
         assert torch.equal(getattr(ours.side, name).nan_to_num(7), getattr(reference.side, name).nan_to_num(7)), name
+
+
+@pytest.mark.parametrize(("d", "each"), [(64, 8), (128, 8), (128, 16), (256, 16)])
+def test_prepared_queries_are_the_references(emulated, monkeypatch, d, each):
+    monkeypatch.setattr(host, "WRITE_CHANNELS", each)
+    cache = KVCache(KVConfig("kv4"), CacheShape(1, 6, 1, d, torch.bfloat16), num_pages=1, num_slots=1)
+    qkv = vectors(5, 8, d, torch.bfloat16, 1)
+    qkv[0], qkv[1], qkv[2] = 0.0, 1e4 * qkv[1], 1e-6 * qkv[2]
+    q = qkv[:, 1:7]  # tokens lie apart
+    rows = emulated.write(cache, 0, None, None, None, q=q)
+    wanted = prepare_query(q, 1)
+    assert torch.equal(rows[..., :d].view(torch.int8).float(), wanted.codes.flatten(1, 2))
+    tail = rows[..., d : d + 8].view(torch.float32)
+    assert torch.equal(tail[..., 0], wanted.scale.flatten(1, 2))
+    assert torch.equal(tail[..., 1], wanted.total.flatten(1, 2))
 
 
 @pytest.mark.parametrize("precision", ["kv8", "kv4", "kv4rl"])

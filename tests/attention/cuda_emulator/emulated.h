@@ -1,4 +1,4 @@
-// Stands in for the four headers that hold PTX; same functions, by their definition in the PTX manual.
+// Stands in for the headers that hold PTX; same functions, by their definition in the PTX manual.
 #pragma once
 #include "cuda_bf16.h"
 #include "cuda_fp16.h"
@@ -130,6 +130,12 @@ uint32_t pack_16bit(float low, float high) {
   if (kBf16) return uint32_t(emulator::bits(__floats2bfloat162_rn(low, high)));
   return uint32_t(emulator::bits(__floats2half2_rn(low, high)));
 }
+
+// ---- arithmetic.cuh ----------------------------------------------------------------------------------------------------
+
 inline float exp2_approx(float x) { return std::exp2(x); }
+inline float reciprocal_approx(float x) { return 1.0f / x; }
+inline float max_or_nan(float a, float b) { return a != a || b != b ? NAN : std::max(a, b); }
+inline float min_or_nan(float a, float b) { return a != a || b != b ? NAN : std::min(a, b); }
 
 }  // namespace kv4rl

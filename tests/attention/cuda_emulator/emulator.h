@@ -183,10 +183,6 @@ T fold_warp(T value, Fold fold) {
 inline int __any_sync(unsigned, int p) { return fold_warp(int(p != 0), [](int a, int b) { return a | b; }); }
 template <class T>
 T __reduce_add_sync(unsigned, T x) { return fold_warp(x, [](T a, T b) { return T(a + b); }); }
-template <class T>
-T __reduce_max_sync(unsigned, T x) { return fold_warp(x, [](T a, T b) { return std::max(a, b); }); }
-template <class T>
-T __reduce_min_sync(unsigned, T x) { return fold_warp(x, [](T a, T b) { return std::min(a, b); }); }
 inline void __syncwarp() { emulator::machine().meet_warp(0); }
 inline void __syncthreads() {
   auto& m = emulator::machine();
@@ -204,10 +200,12 @@ inline int __float_as_int(float x) { return emulator::from_bits<int>(emulator::b
 inline unsigned __float_as_uint(float x) { return emulator::from_bits<unsigned>(emulator::bits(x)); }
 inline float __int_as_float(int x) { return emulator::from_bits<float>(emulator::bits(x)); }
 inline float __uint_as_float(unsigned x) { return emulator::from_bits<float>(emulator::bits(x)); }
-inline float __fdiv_rn(float a, float b) { return a / b; }
-inline float __frcp_rn(float a) { return 1.0f / a; }
 inline int __float2int_rn(float x) {
   return x != x ? 0 : x >= 2147483648.0f ? 2147483647 : x < -2147483648.0f ? -2147483647 - 1 : int(std::nearbyint(x));
+}
+inline int __dp4a(int a, int b, int sum) {
+  for (int i = 0; i < 4; ++i) sum += int8_t(a >> 8 * i) * int8_t(b >> 8 * i);
+  return sum;
 }
 inline unsigned __byte_perm(unsigned a, unsigned b, unsigned selector) {
   uint64_t const bytes = uint64_t(b) << 32 | a;

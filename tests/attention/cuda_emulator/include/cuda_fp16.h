@@ -17,3 +17,8 @@ inline float2 __half22float2(__half2 h) { return {__half2float(h.x), __half2floa
 inline __half2 __hsub2(__half2 a, __half2 b) { return {{_Float16(a.x.value - b.x.value)}, {_Float16(a.y.value - b.y.value)}}; }
 inline __half __low2half(__half2 h) { return h.x; }
 inline float __low2float(__half2 h) { return __half2float(h.x); }
+inline float __high2float(__half2 h) { return __half2float(h.y); }
+inline __half __hmin_nan(__half a, __half b) { return a.value != a.value || a.value < b.value ? a : b; }
+inline __half __hmax_nan(__half a, __half b) { return a.value != a.value || a.value > b.value ? a : b; }
+inline __half2 __hmin2_nan(__half2 a, __half2 b) { return {__hmin_nan(a.x, b.x), __hmin_nan(a.y, b.y)}; }
+inline __half2 __hmax2_nan(__half2 a, __half2 b) { return {__hmax_nan(a.x, b.x), __hmax_nan(a.y, b.y)}; }
