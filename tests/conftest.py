@@ -1,7 +1,30 @@
 """Property tests draw the same cases on every run; `pytest --hypothesis-profile explore` draws new ones."""
 
+import pytest
+import torch
 from hypothesis import settings
+
+from kv4rl.model.pointwise import NormRotate
 
 settings.register_profile("explore", deadline=None)
 settings.register_profile("repeat", deadline=None, derandomize=True)
 settings.load_profile("repeat")
+
+
+@pytest.fixture
+def raw_step():
+    """q, k, v [n, heads, d] of a step as projected, with the `NormRotate` still to be done.
+
+    Elements are eighths whose squares add up exactly in FP32, so that no order of summation shows.
+    """
+
+    def make(n: int, heads: tuple[int, int], d: int, dtype: torch.dtype, *, normed: bool, device="cpu"):
+        generator = torch.Generator().manual_seed(4)
+        q, k, v = (torch.randint(-31, 32, (n, h, d), generator=generator).to(dtype) / 8 for h in (*heads, heads[1]))
+        weights = [torch.randn(d, generator=generator).to(device, dtype) if normed else None for _ in range(2)]
+        angles = 100 * torch.rand(n, 1, d // 2, generator=generator)
+        cos, sin = torch.cat([angles.cos()] * 2, -1), torch.cat((-angles.sin(), angles.sin()), -1)
+        before = NormRotate(*weights, 1e-6, cos.to(device, dtype), sin.to(device, dtype))
+        return *(x.to(device) for x in (q, k, v)), before
+
+    return make

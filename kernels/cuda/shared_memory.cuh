@@ -1,4 +1,5 @@
-// Shared memory by 32-bit address: loads that stay where they are written, ahead of the arithmetic that needs them.
+// Loads that stay where they are written, ahead of the arithmetic that needs them: shared memory by 32-bit address, and
+// global memory in the order of the calls.
 #pragma once
 #include <cstdint>
 
@@ -23,6 +24,21 @@ __device__ __forceinline__ uint2 load_shared_8(uint32_t address) {
 __device__ __forceinline__ uint32_t load_shared_4(uint32_t address) {
   uint32_t w;
   asm volatile("ld.shared.u32 %0, [%1];" : "=r"(w) : "r"(address));
+  return w;
+}
+
+__device__ __forceinline__ uint4 load_in_order_16(void const* global) {
+  uint4 w;
+  asm volatile("ld.volatile.global.v4.u32 {%0, %1, %2, %3}, [%4];"
+               : "=r"(w.x), "=r"(w.y), "=r"(w.z), "=r"(w.w)
+               : "l"(global)
+               : "memory");
+  return w;
+}
+
+__device__ __forceinline__ int load_in_order_4(void const* global) {
+  int w;
+  asm volatile("ld.volatile.global.s32 %0, [%1];" : "=r"(w) : "l"(global) : "memory");
   return w;
 }
 

@@ -1,5 +1,6 @@
 // One head's vector of one token, in the registers of a team of lanes, EACH consecutive channels a lane: loading it,
-// summing over it, rotating it (Eq. 3.4). A build fixes HEAD_DIM, EACH and INPUT_TYPE.
+// QK-norm and RoPE where they are still to be done, and its rotation (Eq. 3.4). A build fixes HEAD_DIM, EACH and
+// INPUT_TYPE.
 #pragma once
 #include <cuda_bf16.h>
 #include <cuda_fp16.h>
@@ -8,6 +9,7 @@
 #include <type_traits>
 
 #include "layout.cuh"
+#include "shared_memory.cuh"
 
 namespace kv4rl {
 
@@ -29,7 +31,13 @@ struct alignas(16) Elements {
 };
 
 __device__ __forceinline__ Elements load_elements(void const* vector, unsigned lane) {
-  return static_cast<Elements const*>(vector)[lane];
+  Elements mine;
+#pragma unroll
+  for (int i = 0; i < int(sizeof(Elements)); i += 16) {
+    uint4 const w = load_in_order_16(static_cast<uint8_t const*>(vector) + lane * sizeof(Elements) + i);
+    mine.word[i / 4] = w.x, mine.word[i / 4 + 1] = w.y, mine.word[i / 4 + 2] = w.z, mine.word[i / 4 + 3] = w.w;
+  }
+  return mine;
 }
 
 __device__ __forceinline__ Vector unpack(Elements const& from) {
@@ -49,11 +57,54 @@ __device__ __forceinline__ Vector unpack(Elements const& from) {
   return y;
 }
 
+// Rounded to the model's type.
+__device__ __forceinline__ Elements pack(Vector const& y) {
+  Elements to;
+#pragma unroll
+  for (int i = 0; i < kEach * kElementBytes / 4; ++i) {
+    if constexpr (INPUT_TYPE == kFp32) {
+      to.word[i] = __float_as_uint(y.x[i]);
+    } else if constexpr (INPUT_TYPE == kBf16) {
+      __nv_bfloat162 const pair = __floats2bfloat162_rn(y.x[2 * i], y.x[2 * i + 1]);
+      to.word[i] = *reinterpret_cast<uint32_t const*>(&pair);
+    } else {
+      __half2 const pair = __floats2half2_rn(y.x[2 * i], y.x[2 * i + 1]);
+      to.word[i] = *reinterpret_cast<uint32_t const*>(&pair);
+    }
+  }
+  return to;
+}
+
 template <class T, class Combine>
 __device__ __forceinline__ T over_team(T x, Combine combine) {
 #pragma unroll
   for (int lanes = 1; lanes < kTeam; lanes *= 2) x = combine(x, __shfl_xor_sync(~0u, x, lanes));
   return x;
+}
+
+// x / rms(x) * weight. The sum has one order for any kEach: runs of 8 channels, then neighbouring runs.
+__device__ __forceinline__ void normalise(Vector& y, Elements const& weight, float eps) {
+  float sum = 0.0f;
+#pragma unroll
+  for (int run = 0; run < kEach; run += 8) {
+    float part = 0.0f;
+#pragma unroll
+    for (int i = 0; i < 8; ++i) part = fmaf(y.x[run + i], y.x[run + i], part);
+    sum += part;
+  }
+  sum = over_team(sum, [](float a, float b) { return a + b; });
+  float const inverse = rsqrtf(sum * (1.0f / kD) + eps);
+  Vector const w = unpack(weight);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) y.x[i] = y.x[i] * inverse * w.x[i];
+}
+
+// RoPE: channel i turns with channel i + D / 2; sines are negative in the first half.
+__device__ __forceinline__ void turn(Vector& y, Elements const& cosines, Elements const& sines) {
+  Vector const c = unpack(cosines), s = unpack(sines);
+#pragma unroll
+  for (int i = 0; i < kEach; ++i)
+    y.x[i] = fmaf(__shfl_xor_sync(~0u, y.x[i], kTeam / 2), s.x[i], y.x[i] * c.x[i]);
 }
 
 // x H, largest stride first, as formats/hadamard.py: across lanes, then inside one.

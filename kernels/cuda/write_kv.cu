@@ -1,6 +1,6 @@
-// write_kv: one launch a layer turns the step's q, k, v (after RoPE and QK-norm) into what decode reads: prepared INT8
-// queries, packed pages, side entries. A team of lanes per (token, head) vector: what does not depend on the vector is
-// done once for all teams of a warp. Any of q and (k, v) may be absent. One configuration a build: PRECISION, and as
+// write_kv: one launch a layer turns the step's q, k, v into what decode reads: prepared INT8 queries, packed pages, side
+// entries. A team of lanes per (token, head) vector: what does not depend on the vector is done once for all teams of a
+// warp. Any of q and (k, v) may be absent. One configuration a build: PRECISION; BEFORE, what q and k still need; and as
 // vector.cuh says.
 #include "launch_early.cuh"
 #include "quantise.cuh"
@@ -10,6 +10,7 @@
 namespace kv4rl {
 
 enum Precision { kInt4 = 0, kInt8 = 1, kPlain = 2 };  // kPlain: the model's elements, not rotated
+enum Before { kNothing = 0, kRope = 1, kNormAndRope = 2 };
 
 struct WriteArguments {
   void const* q;  // [tokens, query_heads, D], heads dense, tokens `q_stride` bytes apart; or null
@@ -25,11 +26,18 @@ struct WriteArguments {
   int64_t const* offsets;
   int64_t const* slots;
   int64_t const* side_entries;  // -1: not kept
+  void const* q_weight;  // of QK-norm, [D]
+  void const* k_weight;
+  void const* cosines;  // of RoPE, [tokens, D]
+  void const* sines;    // negative in the first half
   unsigned q_stride, k_stride, v_stride, query_row;
   int tokens, query_heads, kv_heads, entries;
+  float eps;
 };
 
 constexpr int kMostWarps = 8;  // of a block
+// Blocks a multiprocessor: 32 registers a thread where they suffice, so that all tokens of a step are resident at once.
+constexpr int kBlocks = kEach * kElementBytes == 16 ? 8 : 4;
 
 // What a warp works on: the same heads of one token, a vector a team.
 struct Team {
@@ -40,6 +48,22 @@ struct Team {
 __device__ __forceinline__ Elements load_head(void const* from, unsigned stride, Team const& my) {
   uint8_t const* row = static_cast<uint8_t const*>(from) + uint64_t(my.token) * stride;
   return load_elements(row + my.head * (kD * kElementBytes), my.lane);
+}
+
+// A query or key as the cache takes it. Norm and RoPE are computed in FP32 and rounded to the model's type once, at the
+// end, as the compiled functions of model/pointwise.py do. All is loaded before anything is used.
+__device__ __forceinline__ Elements load_turned(WriteArguments const& a, void const* from, unsigned stride,
+                                                void const* weight, Team const& my) {
+  Elements const elements = load_head(from, stride, my);
+  if constexpr (BEFORE == kNothing) return elements;
+  uint64_t const row = uint64_t(my.token) * (kD * kElementBytes);
+  Elements const cosines = load_elements(static_cast<uint8_t const*>(a.cosines) + row, my.lane);
+  Elements const sines = load_elements(static_cast<uint8_t const*>(a.sines) + row, my.lane);
+  Elements const weights = BEFORE == kNormAndRope ? load_elements(weight, my.lane) : elements;
+  Vector y = unpack(elements);
+  if constexpr (BEFORE == kNormAndRope) normalise(y, weights, a.eps);
+  turn(y, cosines, sines);
+  return pack(y);
 }
 
 // Lane's codes into a dense row of D.
@@ -54,7 +78,7 @@ __device__ __forceinline__ void store_row(uint8_t* row, Codes const& codes, unsi
 
 __device__ __forceinline__ void write_query(WriteArguments const& a, Team const& my) {
   uint8_t* row = a.query + uint64_t(my.token * a.query_heads + my.head) * a.query_row;
-  Elements const elements = load_head(a.q, a.q_stride, my);
+  Elements const elements = load_turned(a, a.q, a.q_stride, a.q_weight, my);
   if constexpr (PRECISION == kPlain) {
     if (my.stores) reinterpret_cast<Elements*>(row)[my.lane] = elements;
   } else {
@@ -72,18 +96,16 @@ __device__ __forceinline__ void write_query(WriteArguments const& a, Team const&
   }
 }
 
-// Where a token goes, read in one go and before anything that depends on it: under load a read takes a microsecond.
+// Where a token goes, read in one go and before anything that depends on it: under load a read takes a microsecond. The
+// low halves of the indices: all fit.
 struct Place {
   int page, offset, slot, entry;
 };
 
-__device__ __forceinline__ int read_now(int64_t const* from, unsigned token) {  // its low half: all of these fit
-  return reinterpret_cast<int const volatile*>(from + token)[0];
-}
-
 __device__ __forceinline__ Place read_place(WriteArguments const& a, unsigned token) {
-  Place at = {read_now(a.page_ids, token), read_now(a.offsets, token), 0, -1};
-  if constexpr (PRECISION == kInt4) at.slot = read_now(a.slots, token), at.entry = read_now(a.side_entries, token);
+  Place at = {load_in_order_4(a.page_ids + token), load_in_order_4(a.offsets + token), 0, -1};
+  if constexpr (PRECISION == kInt4)
+    at.slot = load_in_order_4(a.slots + token), at.entry = load_in_order_4(a.side_entries + token);
   return at;
 }
 
@@ -177,7 +199,8 @@ __device__ __forceinline__ void write_quantised(WriteArguments const& a, Vector 
 template <bool kValue>
 __device__ __forceinline__ void write_key_or_value(WriteArguments const& a, Team my) {
   Place const place = read_place(a, my.token);
-  Elements const elements = load_head(kValue ? a.v : a.k, kValue ? a.v_stride : a.k_stride, my);
+  Elements const elements =
+      kValue ? load_head(a.v, a.v_stride, my) : load_turned(a, a.k, a.k_stride, a.k_weight, my);
   my.stores = my.stores && place.page >= 0;  // no early exit, which would make the vector wait for the page id
   if constexpr (PRECISION == kPlain) {
     int64_t const rows = (int64_t(place.page * a.kv_heads + int(my.head)) * 2 + kValue) * kPageTokens + place.offset;
@@ -214,7 +237,8 @@ __device__ __forceinline__ Team team_of(unsigned turn, unsigned heads) {
   return {blockIdx.x, min(head, heads - 1), lane % kTeam, head < heads};
 }
 
-extern "C" __global__ void __launch_bounds__(kMostWarps* kWarp) write_kv_kernel(__grid_constant__ WriteLaunch const l) {
+extern "C" __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks)
+    write_kv_kernel(__grid_constant__ WriteLaunch const l) {
   WriteArguments const& a = l.a;
   unsigned turn = blockIdx.y * (blockDim.x / kWarp) + __shfl_sync(~0u, threadIdx.x / kWarp, 0);
   let_next_launch_begin();

@@ -30,7 +30,11 @@ class Backend(Protocol):
 
 @runtime_checkable
 class OneLaunch(Protocol):
-    """A backend that takes the new token's q, k and v together: a decode step then launches once less a layer."""
+    """A backend that takes the new token's q, k and v together: a decode step then launches once less a layer.
+
+    One that has `takes_raw(cache) -> bool` may say so of q and k as projected, with `before` (model/pointwise.py:
+    NormRotate) a keyword of `write_and_decode`: once less again.
+    """
 
     def write_and_decode(self, cache, layer: int, q, k, v, where, batch, return_lse: bool = False): ...
 

@@ -33,15 +33,17 @@ def _stream() -> ctypes.c_void_p:
     return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
 
 
-def write_kv(cache, layer: int, q, k, v, where) -> torch.Tensor | None:
+def write_kv(cache, layer: int, q, k, v, where, before=None, prepared=None) -> torch.Tensor | None:
     """One launch: store k, v [N, kv_heads, d] at `where`; prepare q [N, query_heads, d]. q, or k and v, may be None.
 
-    Returns the prepared queries, uint8 [N, query_heads, d + 16] (INT8 codes of the rotated query, FP32 scale, FP32 sum
-    of codes; layout.cuh), or for `bf16` [N, query_heads, 2*d + 16] (the elements); None without q.
+    `before` (model/pointwise.py: NormRotate): QK-norm and RoPE that q and k still need. Returns the prepared queries,
+    uint8 [N, query_heads, d + 16] (INT8 codes of the rotated query, FP32 scale, FP32 sum of codes; layout.cuh), or for
+    `bf16` [N, query_heads, 2*d + 16] (the elements); None without q. `prepared`: where to put them.
     """
-    prepared = None if q is None else prepared_queries(cache, q)
-    arguments = write_arguments(cache, layer, q, k, v, where, prepared)
-    library = jit.build("write_kv", **write_defines(cache))
+    if q is not None and prepared is None:
+        prepared = prepared_queries(cache, q)
+    arguments = write_arguments(cache, layer, q, k, v, where, prepared, before)
+    library = jit.build("write_kv", **write_defines(cache, before))
     jit.check(library.launch_write_kv(ctypes.byref(arguments), _stream()), "write_kv")
     return prepared
 
@@ -178,6 +180,12 @@ class CudaBackend:
     def write(self, cache, layer, k, v, where):
         write_kv(cache, layer, None, k, v, where)
 
+    def turn_and_write(self, cache, layer, q, k, v, where, before) -> torch.Tensor:
+        """As `write` to `bf16` pages, of a k that still needs `before`; returns q after it, for another decode."""
+        turned = torch.empty_like(q, memory_format=torch.contiguous_format)
+        write_kv(cache, layer, q, k, v, where, before, turned.view(torch.uint8))
+        return turned
+
     def decode(self, cache, layer, q, batch, return_lse=False):
         if cache.kv.precision == "bf16" and q.dtype == torch.float32:
             explain("decode of FP32 pages runs on the reference: the tensor cores take 16-bit elements")
@@ -185,12 +193,17 @@ class CudaBackend:
         prepared = write_kv(cache, layer, q, None, None, None)
         return self._attend(cache, layer, q, prepared, batch, return_lse)
 
-    def write_and_decode(self, cache, layer, q, k, v, where, batch, return_lse=False):
+    def takes_raw(self, cache) -> bool:
+        """All but FP32 pages, whose decode is not ours."""
+        return not (cache.kv.precision == "bf16" and cache.shape.dtype == torch.float32)
+
+    def write_and_decode(self, cache, layer, q, k, v, where, batch, return_lse=False, before=None):
         """As `write`, then `decode`; the token's q, k and v go through one launch of `write_kv`."""
-        if cache.kv.precision == "bf16" and q.dtype == torch.float32:
+        if not self.takes_raw(cache):
             self.write(cache, layer, k, v, where)
             return self.decode(cache, layer, q, batch, return_lse)
-        return self._attend(cache, layer, q, write_kv(cache, layer, q, k, v, where), batch, return_lse)
+        prepared = write_kv(cache, layer, q, k, v, where, before)
+        return self._attend(cache, layer, q, prepared, batch, return_lse)
 
     def _attend(self, cache, layer, q, prepared, batch, return_lse=False):
         out = torch.empty_like(q, memory_format=torch.contiguous_format)

@@ -29,7 +29,9 @@ class WriteArguments(ctypes.Structure):
     _fields_ = [
         *_fields(_pointer, "q k v query pages side_k side_v side_k_scale side_v_scale"),
         *_fields(_pointer, "page_ids offsets slots side_entries"),
+        *_fields(_pointer, "q_weight k_weight cosines sines"),
         *_fields(_int, "q_stride k_stride v_stride query_row tokens query_heads kv_heads entries"),
+        ("eps", ctypes.c_float),
     ]
 
 
@@ -94,18 +96,22 @@ def prepared_queries(cache, q: torch.Tensor) -> torch.Tensor:
     return torch.empty(*q.shape[:2], row, dtype=torch.uint8, device=q.device)
 
 
-def write_defines(cache) -> dict[str, int]:
+def write_defines(cache, before=None) -> dict[str, int]:
     """What a build of `write_kv` fixes."""
     return {
         "HEAD_DIM": cache.shape.head_dim,
         "EACH": WRITE_CHANNELS,
         "PRECISION": PRECISION_CODES[cache.kv.precision],
         "INPUT_TYPE": INPUT_TYPES[cache.shape.dtype],
+        "BEFORE": 0 if before is None else 1 if before.q_weight is None else 2,
     }
 
 
-def write_arguments(cache, layer: int, q, k, v, where, prepared) -> WriteArguments:
-    """Arguments of `write_kv` for q (into `prepared`), for k and v (at `where`), or for all three."""
+def write_arguments(cache, layer: int, q, k, v, where, prepared, before=None) -> WriteArguments:
+    """Arguments of `write_kv` for q (into `prepared`), for k and v (at `where`), or for all three.
+
+    `before` (model/pointwise.py: NormRotate): what is still to be done to q and k.
+    """
     shape, given = cache.shape, q if q is not None else k
     arguments = WriteArguments(
         tokens=len(given),
@@ -124,7 +130,20 @@ def write_arguments(cache, layer: int, q, k, v, where, prepared) -> WriteArgumen
         arguments.pages = cache.main.storage[layer].data_ptr()
         _point_at_rows(arguments, where, "page_ids offsets slots side_entries")
         _point_at_side(arguments, cache, layer)
+    if before is not None:
+        _point_at_norm_and_rope(arguments, before, len(given), shape)
     return arguments
+
+
+def _point_at_norm_and_rope(arguments: WriteArguments, before, tokens: int, shape) -> None:
+    for name, table in (("cosines", before.cos), ("sines", before.sin)):
+        _require_dense(name, table, shape.dtype, (tokens, 1, shape.head_dim))
+        setattr(arguments, name, table.data_ptr())
+    for name, weight in (("q_weight", before.q_weight), ("k_weight", before.k_weight)):
+        if weight is not None:
+            _require_dense(name, weight, shape.dtype, (shape.head_dim,))
+            setattr(arguments, name, weight.data_ptr())
+    arguments.eps = before.eps
 
 
 def plan_arguments(cache, batch, units, counters, chunk_weight: int) -> PlanArguments:

@@ -27,6 +27,19 @@ class QueryCodes(NamedTuple):
     total: torch.Tensor  # float32 [B, kv_heads, group], sum of the codes, for the affine offset (Eq. 5.1)
 
 
+def norm_and_turn(x: torch.Tensor, weight: torch.Tensor | None, before) -> torch.Tensor:
+    """QK-norm (if `weight`) and RoPE of x [N, heads, d] in FP32, rounded to x's dtype once, at the end.
+
+    What `model.pointwise.norm_rotate` becomes when it is compiled; eager torch rounds between the two. `before` is its
+    NormRotate. Each FP32 operation is rounded by itself, but for the last multiply and add.
+    """
+    y = x.float()
+    if weight is not None:
+        y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + before.eps) * weight.float()
+    turned = y.roll(x.shape[-1] // 2, -1).double() * before.sin.double()  # exact
+    return (turned + (y * before.cos.float()).double()).float().to(x.dtype)
+
+
 class Softmax(NamedTuple):
     """An unfinished softmax per query: p = exp(score - top), total = sum of p; (top, total) = (-inf, 0) if empty."""
 

@@ -45,12 +45,15 @@ class Bf16Protected:
             return_lse,
         )
 
-    def write_and_decode(self, cache, layer, q, k, v, where, batch, return_lse=False):
+    def takes_raw(self, cache) -> bool:
+        return hasattr(self._main, "takes_raw") and self._main.takes_raw(cache) and self.pool.takes_raw
+
+    def write_and_decode(self, cache, layer, q, k, v, where, batch, return_lse=False, **before):
         """`write`, then `decode`, with a launch less of each kernel where the backends can."""
         rest, protected, ring = self._parts(batch, where)
         return self._finish(
-            _write_and_decode(self._main, cache, layer, q, k, v, where, rest),
-            _write_and_decode(self.pool.backend, self.pool, layer, q, k, v, ring, protected),
+            _write_and_decode(self._main, cache, layer, q, k, v, where, rest, **before),
+            _write_and_decode(self.pool.backend, self.pool, layer, q, k, v, ring, protected, **before),
             return_lse,
         )
 
@@ -86,9 +89,9 @@ class Bf16Protected:
         return slots
 
 
-def _write_and_decode(backend: Backend, cache: KVCache, layer: int, q, k, v, where, batch):
+def _write_and_decode(backend: Backend, cache: KVCache, layer: int, q, k, v, where, batch, **before):
     if isinstance(backend, OneLaunch):
-        return backend.write_and_decode(cache, layer, q, k, v, where, batch, True)
+        return backend.write_and_decode(cache, layer, q, k, v, where, batch, True, **before)
     backend.write(cache, layer, k, v, where)
     return backend.decode(cache, layer, q, batch, True)
 

@@ -1,8 +1,8 @@
 """Decode attention alone: every shape of Table A3 and the mixed lengths of §B.5, per precision, beside FlashInfer BF16.
 
 One process, one device, one TP2 or TP1 shard of Qwen3. `ms_per_layer` is the attention launch over prepared queries;
-`write_kv` (rotation, quantisation, packing of q, k, v) is its own row. Speedups are to FlashInfer's fa2 tensor-core
-decode, the paper's baseline (§A.2).
+`write_kv` (rotation, quantisation, packing of q, k, v; `write_kv_raw`: with QK-norm and RoPE) has rows of its own.
+Speedups are to FlashInfer's fa2 tensor-core decode, the paper's baseline (§A.2).
 """
 
 import argparse
@@ -17,6 +17,7 @@ from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.config import KVConfig
 from kv4rl.formats.packing import chunk_bytes
+from kv4rl.model.pointwise import NormRotate, compiled
 from kv4rl.paper import REPLAY_SHAPES
 from kv4rl.results import result_row, write_rows
 
@@ -48,12 +49,17 @@ def ragged(name: str, batch: int, mean: float, seed: int) -> Workload:
 
 
 def workloads(which: str) -> list[Workload]:
-    """`table`: all of Table A3; `quick`: six of them; `ragged`: §B.5; `small`: 1 to 64 requests at 1k, 8k and 32k."""
+    """`table`: all of Table A3; `quick`: six of them; `ragged`: §B.5; `small`: 1 to 64 requests at 1k, 8k and 32k.
+
+    `none`: `write_kv` alone is measured.
+    """
     table = [uniform(*shape) for shapes in REPLAY_SHAPES.values() for shape in shapes]
     quick = [uniform(*s) for s in ((608, 621), (640, 874), (640, 1463), (200, 2627), (368, 3461), (176, 6972))]
     mixed = [ragged("ragged-4B-300", 440, 1550, seed=43), ragged("ragged-8B-250", 320, 4000, seed=44)]
     small = [uniform(b, n) for n in (1024, 8192, 32768) for b in (1, 4, 16, 64)]
-    return {"table": table, "quick": quick, "ragged": mixed, "small": small, "all": table + mixed + small}[which]
+    return {"table": table, "quick": quick, "ragged": mixed, "small": small, "all": table + mixed + small, "none": []}[
+        which
+    ]
 
 
 def layout(lengths, generator) -> tuple[DecodeBatch, int]:
@@ -150,26 +156,40 @@ class FlashInferDecode:
         )
 
 
-def write_us(tokens: int, heads: tuple[int, int], precision: str = "kv4rl") -> float:
-    """Microseconds of one `write_kv` launch for a decode step of `tokens` requests: q, k and v together."""
+class Step:
+    """A decode step of `tokens` requests over `layers` layers: q, k, v of one fused projection, and where they go."""
+
     layers = 8
-    kv = KVConfig(precision)
-    shape = CacheShape(layers, *heads, HEAD_DIM, torch.bfloat16)
-    cache = KVCache(kv, shape, num_pages=tokens, num_slots=tokens, device="cuda", backend="cuda")
-    batch = DecodeBatch(
-        torch.arange(tokens, device="cuda")[:, None],
-        torch.randint(1, 17, (tokens,), device="cuda"),
-        torch.arange(tokens, device="cuda"),
-    )
-    where = TokenSlots.for_decode(batch, kv)
-    fused = torch.randn(layers, tokens, (heads[0] + 2 * heads[1]) * HEAD_DIM, device="cuda").bfloat16()
-    sizes = [h * HEAD_DIM for h in (heads[0], heads[1], heads[1])]
 
-    def launch(layer: int) -> None:
-        q, k, v = (x.unflatten(1, (-1, HEAD_DIM)) for x in fused[layer].split(sizes, dim=1))
-        write_kv(cache, layer, q, k, v, where)
+    def __init__(self, tokens: int, heads: tuple[int, int], precision: str = "kv4rl"):
+        kv = KVConfig(precision)
+        shape = CacheShape(self.layers, *heads, HEAD_DIM, torch.bfloat16)
+        self.cache = KVCache(kv, shape, num_pages=tokens, num_slots=tokens, device="cuda", backend="cuda")
+        rows = torch.arange(tokens, device="cuda")
+        batch = DecodeBatch(rows[:, None], torch.randint(1, 17, (tokens,), device="cuda"), rows)
+        self.where = TokenSlots.for_decode(batch, kv)
+        normal = lambda *size: torch.randn(*size, device="cuda").bfloat16()
+        self._fused = normal(self.layers, tokens, (heads[0] + 2 * heads[1]) * HEAD_DIM)
+        self._sizes = [h * HEAD_DIM for h in (heads[0], heads[1], heads[1])]
+        self.before = NormRotate(
+            normal(HEAD_DIM), normal(HEAD_DIM), 1e-6, normal(tokens, 1, HEAD_DIM), normal(tokens, 1, HEAD_DIM)
+        )
 
-    return graph_ms(launch, layers) * 1e3
+    def qkv(self, layer: int) -> list[torch.Tensor]:
+        return [x.unflatten(1, (-1, HEAD_DIM)) for x in self._fused[layer].split(self._sizes, dim=1)]
+
+    def us(self) -> dict[str, float]:
+        """Microseconds of a layer's launch by metric: `write_kv`, the same with QK-norm and RoPE, these alone."""
+        norm_rotate, b = compiled().norm_rotate, self.before
+        launches = {
+            "write_kv_us": lambda layer: write_kv(self.cache, layer, *self.qkv(layer), self.where),
+            "write_kv_raw_us": lambda layer: write_kv(self.cache, layer, *self.qkv(layer), self.where, b),
+            "norm_rotate_us": lambda layer: norm_rotate(
+                *self.qkv(layer)[:2], b.q_weight, b.k_weight, b.eps, b.cos, b.sin
+            ),
+        }
+        with torch.no_grad():
+            return {metric: graph_ms(launch, self.layers) * 1e3 for metric, launch in launches.items()}
 
 
 def measure(workload: Workload, shard: str, arms) -> dict[str, tuple[float, int]]:
@@ -218,7 +238,7 @@ def line_of(workload: Workload, shard: str, found: dict, copy_rate: float) -> st
 
 def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kv4rl.bench kernels", description=__doc__)
-    parser.add_argument("--workloads", default="all", choices=("all", "table", "ragged", "small", "quick"))
+    parser.add_argument("--workloads", default="all", choices=("all", "table", "ragged", "small", "quick", "none"))
     parser.add_argument("--shards", nargs="+", default=["tp2_16q4kv"], choices=tuple(SHARDS))
     parser.add_argument(
         "--arms", nargs="+", default=[BASELINE, *ARMS], help="also: kv4_p8, fp8_flashinfer, bf16 (ours)"
@@ -239,14 +259,10 @@ def main(arguments: list[str] | None = None) -> None:
                 speedup = found.get(BASELINE, (0.0, 0))[0] / ms
                 worst[arm] = min(worst.get(arm, speedup), speedup)
         for tokens in (64, 640):
-            us = write_us(tokens, SHARDS[shard])
-            print(f"{shard:>10} write_kv {tokens} tokens {us:.2f} us")
-            rows.append(
-                result_row(
-                    experiment="kernels", arm="kv4rl", model=shard, shape=f"{tokens}", metric="write_kv_us",
-                    unit="us", value=us, n=15,
-                )
-            )  # fmt: skip
+            for metric, us in Step(tokens, SHARDS[shard]).us().items():
+                print(f"{shard:>10} {metric.removesuffix('_us')} {tokens} tokens {us:.2f} us")
+                about = {"arm": "kv4rl", "model": shard, "shape": f"{tokens}", "metric": metric}
+                rows.append(result_row(experiment="kernels", unit="us", value=us, n=15, **about))
     path = write_rows(options.out, rows)
     summary = {"experiment": "kernels", "rows": len(rows), "file": str(path), "worst_speedup": worst}
     print(json.dumps(summary))

@@ -1,6 +1,7 @@
 """The KV cache of one model (or one shard of it): what the engine writes to and decodes from (§5.3, Fig. 5b)."""
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -10,6 +11,9 @@ from kv4rl.cache.main_cache import MainCache
 from kv4rl.cache.page_allocator import OutOfPages, PageAllocator
 from kv4rl.cache.side_buffer import SideBuffer
 from kv4rl.config import HEAD_DIMS, MAX_GROUP, KVConfig, require
+
+if TYPE_CHECKING:
+    from kv4rl.model.pointwise import NormRotate
 
 __all__ = ["CacheShape", "DecodeBatch", "KVCache", "OutOfPages", "PageAllocator", "TokenSlots"]
 
@@ -111,11 +115,27 @@ class KVCache:
             return (torch.empty_like(q), lse) if return_lse else torch.empty_like(q)
         return self.backend.decode(self, layer, q, batch, return_lse)
 
+    @property
+    def takes_raw(self) -> bool:
+        """Whether `write_and_decode` takes q and k `before` QK-norm and RoPE."""
+        takes = getattr(self.backend, "takes_raw", None)
+        return takes is not None and takes(self)
+
     @torch.no_grad()
     def write_and_decode(
-        self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, where: TokenSlots, batch: DecodeBatch
+        self,
+        layer: int,
+        q: torch.Tensor,
+        k: torch.Tensor,
+        v: torch.Tensor,
+        where: TokenSlots,
+        batch: DecodeBatch,
+        before: "NormRotate | None" = None,
     ) -> torch.Tensor:
-        """A pure decode step's `write` of one new token a request, then its `decode`; row i of q, k, v is one token."""
+        """A pure decode step's `write` of one new token a request, then its `decode`; row i of q, k, v is one token.
+
+        With `before`, only where `takes_raw`, q and k are as projected: the backend does norm and RoPE in its write.
+        """
         require(len(q) == len(k), "q.shape", tuple(q.shape), f"as many tokens as k has, {len(k)}")
         together = hasattr(self.backend, "write_and_decode")  # `OneLaunch`, without 40 us of isinstance a layer
         if not together or not len(q):
@@ -123,7 +143,9 @@ class KVCache:
             return self.decode(layer, q, batch)
         self._check_write(layer, k, v, where)
         self._check_decode(layer, q, batch)
-        return self.backend.write_and_decode(self, layer, q, k, v, where, batch)
+        if before is None:
+            return self.backend.write_and_decode(self, layer, q, k, v, where, batch)
+        return self.backend.write_and_decode(self, layer, q, k, v, where, batch, before=before)
 
     def _check_write(self, layer: int, k: torch.Tensor, v: torch.Tensor, where: TokenSlots) -> None:
         self._check_layer(layer)

@@ -23,6 +23,7 @@ from kv4rl.engine.page_table import NEVER, PageTable
 from kv4rl.engine.sampler import Sampling, sample
 from kv4rl.engine.transfer import upload
 from kv4rl.model.decoder import Decoder
+from kv4rl.model.pointwise import NormRotate
 
 PADDING = np.array([[0], [0], [0], [0], [NEVER]])  # token, context, slot, noise key, end of a row that is no request
 
@@ -55,6 +56,20 @@ def default_buckets(most: int) -> list[int]:
     """Batch sizes up to `most`: powers of two to 8, then steps of 8 rows or at most an eighth: padding stays small."""
     sizes = [1, 2, 4, *range(8, 128, 8), *range(128, 256, 16), *range(256, most, 32)]
     return [size for size in sizes if size < most] + [most]
+
+
+class StepAttention:
+    """`Attend` of one pure decode step; `raw` where the cache's backend takes q and k as projected, else None."""
+
+    def __init__(self, cache: KVCache, where: TokenSlots, batch: DecodeBatch):
+        self._cache, self._where, self._batch = cache, where, batch
+        self.raw = self._attend if cache.takes_raw else None
+
+    def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+        return self._attend(layer, q, k, v, None)
+
+    def _attend(self, layer: int, q, k, v, before: NormRotate | None) -> torch.Tensor:
+        return self._cache.write_and_decode(layer, q, k, v, self._where, self._batch, before)
 
 
 class DecodeStep:
@@ -136,10 +151,7 @@ class DecodeStep:
         if context.is_cuda:  # the scheduler's own values: looking at them would make the host wait
             batch.trust()
             where.trust()
-
-        def attend(layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
-            return self.cache.write_and_decode(layer, q, k, v, where, batch)
-
+        attend = StepAttention(self.cache, where, batch)
         logits = self.decoder.sampling_logits(self.decoder(ids, where.positions, attend))
         drawn = draw(logits, DrawKeys(noise, context, ends), sampling, forced=self.forced, sampler=self.sampler)
         results = self._results[:, : size.rows]

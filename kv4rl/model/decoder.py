@@ -14,12 +14,13 @@ from torch.utils.checkpoint import checkpoint
 
 from kv4rl.model.config import DecoderConfig
 from kv4rl.model.fused import FusedLinear, project
-from kv4rl.model.pointwise import Pointwise, compiled
+from kv4rl.model.pointwise import NormRotate, Pointwise, compiled
 
 if TYPE_CHECKING:
     from kv4rl.cache.kv_cache import CacheShape
 
-# (layer, q [N, query_heads, head_dim], k [N, kv_heads, head_dim], v) -> [N, query_heads, head_dim]
+# (layer, q [N, query_heads, head_dim], k [N, kv_heads, head_dim], v) -> [N, query_heads, head_dim]. One that has a
+# method `raw(layer, q, k, v, before: NormRotate)`, not None, takes q and k as projected where no gradient is wanted.
 Attend = Callable[[int, Tensor, Tensor, Tensor], Tensor]
 PLAIN = Pointwise()
 
@@ -75,8 +76,13 @@ class SelfAttention(nn.Module):
         rows = x.shape[0]
         q, k, v = (part.view(rows, -1, self.head_dim) for part in project(x, self.projections, self.fused))
         weights = (None, None) if self.q_norm is None else (self.q_norm.weight, self.k_norm.weight)
-        q, k = pointwise.norm_rotate(q, k, *weights, self.eps, *tables)
-        return self.o_proj(attend(layer, q, k, v).reshape(rows, -1))
+        raw = None if torch.is_grad_enabled() else getattr(attend, "raw", None)
+        if raw is not None:
+            out = raw(layer, q, k, v, NormRotate(*weights, self.eps, *tables))
+        else:
+            q, k = pointwise.norm_rotate(q, k, *weights, self.eps, *tables)
+            out = attend(layer, q, k, v)
+        return self.o_proj(out.reshape(rows, -1))
 
 
 class MLP(nn.Module):

@@ -20,6 +20,20 @@ def add_norm(x: Tensor, delta: Tensor, weight: Tensor, eps: float) -> tuple[Tens
     return x, F.rms_norm(x, weight.shape, weight, eps)
 
 
+@dataclass(frozen=True)
+class NormRotate:
+    """QK-norm and RoPE of a step, for an `attend` that does them itself (`Attend.raw` of model/decoder.py).
+
+    Weights [head_dim], None without QK-norm; tables [N, 1, head_dim], sines negative in the first half.
+    """
+
+    q_weight: Tensor | None
+    k_weight: Tensor | None
+    eps: float
+    cos: Tensor
+    sin: Tensor
+
+
 def norm_rotate(
     q: Tensor, k: Tensor, q_weight: Tensor | None, k_weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor
 ) -> tuple[Tensor, Tensor]:

@@ -17,13 +17,13 @@ import torch
 from kv4rl.attention import cuda_arguments as host
 from kv4rl.attention import jit
 from kv4rl.attention.float64 import bf16_peer, oracle
-from kv4rl.attention.reference import prepare_query
+from kv4rl.attention.reference import norm_and_turn, prepare_query
 from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.config import KVConfig
 
 EMULATOR = Path(__file__).parent / "cuda_emulator"
-REPLACED = ("mma", "arithmetic", "bulk_copy", "synchronise", "shared_memory", "launch_early")  # what a CPU has no word for
+REPLACED = ("mma", "arithmetic", "bulk_copy", "synchronise", "shared_memory", "launch_early")  # no words on a CPU
 CHUNK_WEIGHT = 6  # pages: short requests split too
 BLOCKS = 3
 KERNELS = {"kv4": "decode_int4", "kv4rl": "decode_int4", "kv8": "decode_int8", "bf16": "decode_bf16"}
@@ -88,10 +88,10 @@ class Emulated:
         place.mkdir(exist_ok=True)
         return compile_sources(place, name, dict(defines), self.mutation)
 
-    def write(self, cache, layer, k, v, where, q=None):
+    def write(self, cache, layer, k, v, where, q=None, before=None):
         prepared = None if q is None else host.prepared_queries(cache, q)
-        arguments = host.write_arguments(cache, layer, q, k, v, where, prepared)
-        library = self.library("write_kv", tuple(host.write_defines(cache).items()))
+        arguments = host.write_arguments(cache, layer, q, k, v, where, prepared, before)
+        library = self.library("write_kv", tuple(host.write_defines(cache, before).items()))
         library.run(ctypes.byref(arguments))
         return prepared
 
@@ -172,6 +172,10 @@ def test_write_kv_stores_the_references_bits(emulated, monkeypatch, precision, d
     k[0], v[0], v[1], k[2], v[3, 0, 7] = 0.0, 0.0, 2.5, 1e4 * k[2], torch.nan
     emulated.write(ours, 0, k, v, where)
     reference.write(0, k, v, where)
+    same_contents(ours, reference)
+
+
+def same_contents(ours: KVCache, reference: KVCache) -> None:
     a, b = (cache.main.pages(0, torch.arange(2)) for cache in (ours, reference))
     for name in ("k_codes", "v_codes", "k_scale", "k_offset", "v_scale", "v_offset", "k", "v"):
         if getattr(a, name) is not None:
@@ -193,6 +197,33 @@ def test_prepared_queries_are_the_references(emulated, monkeypatch, d, each):
     tail = rows[..., d : d + 8].view(torch.float32)
     assert torch.equal(tail[..., 0], wanted.scale.flatten(1, 2))
     assert torch.equal(tail[..., 1], wanted.total.flatten(1, 2))
+
+
+@pytest.mark.parametrize(
+    ("precision", "d", "each", "dtype", "normed"),
+    [
+        ("kv4rl", 128, 8, torch.bfloat16, True),
+        ("kv4rl", 128, 16, torch.bfloat16, True),
+        ("kv8", 64, 8, torch.float16, True),
+        ("kv4", 256, 16, torch.float32, False),
+        ("bf16", 128, 8, torch.bfloat16, True),
+        ("bf16", 64, 16, torch.float16, False),
+    ],
+)
+def test_norm_and_rope_in_the_write_leave_the_same_bits(
+    emulated, raw_step, monkeypatch, precision, d, each, dtype, normed
+):
+    monkeypatch.setattr(host, "WRITE_CHANNELS", each)
+    kv = KVConfig(precision, sink_tokens=3, recent_tokens=7)
+    raw, turned = (poisoned(kv, CacheShape(1, 6, 2, d, dtype), 2, 3) for _ in range(2))
+    where = TokenSlots.for_chunk(torch.tensor([1, 0]), 2, 0, 18, kv)
+    q, k, v, before = raw_step(18, (6, 2), d, dtype, normed=normed)
+    prepared = emulated.write(raw, 0, k, v, where, q=q, before=before)
+    q, k = norm_and_turn(q, before.q_weight, before), norm_and_turn(k, before.k_weight, before)
+    wanted = emulated.write(turned, 0, k, v, where, q=q)
+    written = d + 8 if precision != "bf16" else d * dtype.itemsize
+    assert torch.equal(prepared[..., :written], wanted[..., :written])
+    same_contents(raw, turned)
 
 
 @pytest.mark.parametrize("precision", ["kv8", "kv4", "kv4rl"])

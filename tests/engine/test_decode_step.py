@@ -5,12 +5,14 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
+from kv4rl.attention.backends import ReferenceBackend
 from kv4rl.cache import batch as cache_batch
 from kv4rl.config import PRECISIONS
 from kv4rl.engine.decode_step import DecodeStep, default_buckets
 from kv4rl.engine.draw import ForcedEnd
 from kv4rl.engine.request import Request
 from kv4rl.engine.sampler import Sampling
+from kv4rl.model.pointwise import norm_rotate
 
 BUCKETS = (3, 5, 8)
 
@@ -62,6 +64,31 @@ def test_default_buckets_pad_by_an_eighth_at_most_and_end_at_the_limit():
 def test_buckets_that_do_not_end_at_the_limit_are_refused(make_engine):
     with pytest.raises(ValueError, match=r"buckets=\[2, 4\]: expected row counts >= 1, .*max_active_requests=8"):
         make_engine(buckets=(4, 2))
+
+
+class RawReference(ReferenceBackend):
+    """The reference, taking q and k as projected."""
+
+    steps = 0
+
+    def takes_raw(self, cache):
+        return True
+
+    def write_and_decode(self, cache, layer, q, k, v, where, batch, return_lse=False, *, before):
+        self.steps += 1
+        tables = before.cos, before.sin
+        q, k = norm_rotate(q, k, before.q_weight, before.k_weight, before.eps, *tables)
+        self.write(cache, layer, k, v, where)
+        return self.decode(cache, layer, q, batch, return_lse)
+
+
+def test_a_backend_that_takes_raw_projections_gets_them_in_decode_steps(make_engine, prompts):
+    engine = make_engine(eos=())
+    engine.cache.backend = RawReference()
+    tokens, logps = rollout(engine, prompts)
+    expected = rollout(make_engine(eos=()), prompts)
+    assert engine.cache.backend.steps > 0
+    assert tokens == expected[0] and torch.equal(logps, expected[1])
 
 
 class DenseBackend:

@@ -3,7 +3,7 @@ import torch
 
 from kv4rl.attention.backends import choose_backend
 from kv4rl.attention.cuda import write_kv
-from kv4rl.attention.reference import prepare_query
+from kv4rl.attention.reference import norm_and_turn, prepare_query
 from kv4rl.cache.kv_cache import CacheShape, KVCache, TokenSlots
 from kv4rl.config import KVConfig
 
@@ -90,6 +90,22 @@ def test_one_launch_takes_strided_slices_of_a_fused_projection():
     assert torch.equal(fused.main.storage, apart.main.storage)
     again = write_kv(apart, 0, q.contiguous(), None, None, None)
     assert torch.equal(prepared[..., : 128 + 8], again[..., : 128 + 8])
+
+
+@pytest.mark.parametrize("precision", ["bf16", "kv8", "kv4rl"])
+@pytest.mark.parametrize(("d", "normed"), [(64, False), (128, True), (256, True)])
+def test_norm_and_rope_in_the_write_leave_the_same_bits(raw_step, precision, d, normed):
+    raw, turned = caches(KVConfig(precision), d, torch.bfloat16, names=("cuda", "cuda"))
+    q, k, v, before = raw_step(300, (8, 2), d, torch.bfloat16, normed=normed, device="cuda")
+    where = TokenSlots.for_chunk(torch.arange(20, device="cuda"), 1, 0, 300, raw.kv)
+    prepared = write_kv(raw, 0, q, k, v, where, before)
+    q, k = norm_and_turn(q, before.q_weight, before), norm_and_turn(k, before.k_weight, before)
+    wanted = write_kv(turned, 0, q, k, v, where)
+    written = 2 * d if precision == "bf16" else d + 8
+    assert torch.equal(prepared[..., :written], wanted[..., :written])
+    assert torch.equal(raw.main.storage, turned.main.storage)
+    for name in ("k_codes", "v_codes", "k_scale", "v_scale"):
+        assert torch.equal(getattr(raw.side, name), getattr(turned.side, name)), name
 
 
 def test_wrong_strides_are_named():

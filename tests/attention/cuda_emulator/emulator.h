@@ -200,6 +200,7 @@ inline int __float_as_int(float x) { return emulator::from_bits<int>(emulator::b
 inline unsigned __float_as_uint(float x) { return emulator::from_bits<unsigned>(emulator::bits(x)); }
 inline float __int_as_float(int x) { return emulator::from_bits<float>(emulator::bits(x)); }
 inline float __uint_as_float(unsigned x) { return emulator::from_bits<float>(emulator::bits(x)); }
+inline float rsqrtf(float x) { return 1.0f / std::sqrt(x); }
 inline int __float2int_rn(float x) {
   return x != x ? 0 : x >= 2147483648.0f ? 2147483647 : x < -2147483648.0f ? -2147483647 - 1 : int(std::nearbyint(x));
 }
