@@ -19,7 +19,7 @@ struct Consumer : Block {
     for (;;) {
       barrier_wait(address + C::item_full + 8 * item.stage, item.parity);
       Item const work = reinterpret_cast<Item const*>(base + C::items)[item.stage];
-      if (work.head < 0) return finish_all();
+      if (work.head < 0) return merge_deferred();
       query.load(address + C::queries + item.stage * C::query_bytes, lane, a.score_scale);
       softmax.reset();
       Tiles const tiles = tiles_of(work.unit.context, a.sink, a.recent);
@@ -167,17 +167,15 @@ struct Consumer : Block {
 
   // merge.cuh: the warps' shares of an item, then, if its request has several chunks, the chunks'.
   bool waiting = false;  // the last item was a chunk of several
-  int before;            // thread 0: chunks of that request that had arrived before it
+  uint32_t counted_parity = 0;
 
   __device__ __forceinline__ int chunk_stride() const { return a.kv_heads * a.group * C::sums; }
   __device__ __forceinline__ float* partials(Item const& work) const;
   __device__ __forceinline__ void write_share();
   __device__ __forceinline__ void merge_warps(Item const& work);
   __device__ __forceinline__ void merge_chunks(Item const& work);
-  __device__ __forceinline__ void note_arrival();
   __device__ __forceinline__ void merge_deferred();
   __device__ __forceinline__ void finish(Item const& work);
-  __device__ __forceinline__ void finish_all();
 };
 
 }  // namespace kv4rl

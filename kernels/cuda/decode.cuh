@@ -39,10 +39,10 @@ struct alignas(16) Item {
   int spare[3];  // whole 16-byte words copy faster
 };
 
-// An item whose request's chunks this block may have to merge, once its arrival is known.
+// A chunk of several whose arrival is being counted, after which this block may have to merge the request's chunks.
 struct Deferred {
   Item item;
-  alignas(16) int ready;
+  alignas(16) int last;  // all the others had arrived before it
 };
 
 // What a build fixes: format, head_dim, query tiles of 8 heads, attending warps, ring stages, tiles a warp takes at
@@ -64,7 +64,9 @@ struct Config {
   static constexpr int empty = full + 8 * R;
   static constexpr int item_full = empty + 8 * R;
   static constexpr int item_empty = item_full + 8 * kItemsAhead;
-  static constexpr int deferred = item_empty + 8 * kItemsAhead;
+  static constexpr int written = item_empty + 8 * kItemsAhead;  // the chunk in `deferred` is in memory
+  static constexpr int counted = written + 8;                   // and its arrival is known
+  static constexpr int deferred = counted + 8;
   static constexpr int merge = deferred + int(sizeof(Deferred));  // [W][group][sums]
 
   static __host__ __device__ int scales(int group) { return merge + W * group * sums * 4; }  // [kItemsAhead][entries]

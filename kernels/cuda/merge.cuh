@@ -138,12 +138,11 @@ __device__ __forceinline__ void Consumer<C>::merge_chunks(Item const& work) {
   if (warp == 0 && lane == 0) a.arrivals[group_row] = 0;
 }
 
-// The block whose chunk is the last to arrive merges the request's chunks, in their own order. It learns so from an
-// atomic whose round trip nobody waits for: the merge is done at the end of the block's next item (or of all).
+// The block whose chunk is the last to arrive merges the request's chunks, in their own order. The streaming warp counts
+// arrivals, since publishing a chunk takes a microsecond: the merge is done at the end of the block's next item (or of all).
 template <class C>
 __device__ __forceinline__ void Consumer<C>::finish(Item const& work) {
   write_share();
-  note_arrival();
   named_barrier<W * kWarp>();
   merge_warps(work);
   merge_deferred();
@@ -151,27 +150,17 @@ __device__ __forceinline__ void Consumer<C>::finish(Item const& work) {
   waiting = work.unit.chunks > 1;
   if (waiting && warp == 0 && lane == 0) {
     reinterpret_cast<Deferred*>(base + C::deferred)->item = work;
-    before = arrive(a.arrivals + int64_t(work.unit.request) * a.kv_heads + work.head);
+    barrier_arrive(address + C::written);
   }
 }
 
 template <class C>
-__device__ __forceinline__ void Consumer<C>::note_arrival() {
-  Deferred* deferred = reinterpret_cast<Deferred*>(base + C::deferred);
-  if (warp == 0 && lane == 0) deferred->ready = waiting && before == deferred->item.unit.chunks - 1;
-}
-
-template <class C>
 __device__ __forceinline__ void Consumer<C>::merge_deferred() {
+  if (!waiting) return;
+  barrier_wait(address + C::counted, counted_parity);
+  counted_parity ^= 1;
   Deferred const* deferred = reinterpret_cast<Deferred const*>(base + C::deferred);
-  if (*reinterpret_cast<int const volatile*>(&deferred->ready)) merge_chunks(deferred->item);
-}
-
-template <class C>
-__device__ __forceinline__ void Consumer<C>::finish_all() {
-  note_arrival();
-  named_barrier<W * kWarp>();
-  merge_deferred();
+  if (deferred->last) merge_chunks(deferred->item);
 }
 
 }  // namespace kv4rl

@@ -23,6 +23,8 @@ struct Producer : Block {
   static constexpr int kApart = C::kProtected ? 3 : 2;
   uint64_t stream;
   int tickets, ticket, asked, rows_left;
+  int uncounted = 0;  // chunks of several among the items announced whose arrival is still to be counted
+  uint32_t written_parity = 0;
   Upcoming next;
   Cursor<C::R> row;
   Cursor<kItemsAhead> item;
@@ -42,7 +44,34 @@ struct Producer : Block {
       now = next;
     }
     announce(now);
+    while (uncounted > 0) {
+      barrier_wait(address + C::written, written_parity);
+      count_arrival();
+    }
     leave();
+  }
+
+  // Count in a chunk that the attending warps have written, if they have: here, where the fence that publishes it for
+  // other blocks holds up nothing.
+  __device__ __forceinline__ void count_arrival() {
+    if (uncounted == 0 || __any_sync(~0u, !barrier_over(address + C::written, written_parity))) return;
+    written_parity ^= 1;
+    --uncounted;
+    if (lane == 0) {
+      Deferred* deferred = reinterpret_cast<Deferred*>(base + C::deferred);
+      Unit const& unit = deferred->item.unit;
+      int const before = arrive(a.arrivals + int64_t(unit.request) * a.kv_heads + deferred->item.head);
+      deferred->last = before == unit.chunks - 1;
+      barrier_arrive(address + C::counted);
+    }
+    __syncwarp();
+  }
+
+  // Waits for the attending warps, which may be waiting for a count themselves.
+  __device__ __forceinline__ void wait_counting(uint32_t barrier, uint32_t parity) {
+    constexpr uint32_t kNanoseconds = 500;
+    if (uncounted == 0) return barrier_wait(barrier, parity);
+    while (__any_sync(~0u, !barrier_over(barrier, parity, kNanoseconds))) count_arrival();
   }
 
   __device__ __forceinline__ void look_ahead() {
@@ -99,7 +128,8 @@ struct Producer : Block {
   }
 
   __device__ __forceinline__ void announce(Upcoming const& it) {
-    barrier_wait(address + C::item_empty + 8 * item.stage, item.parity ^ 1);
+    wait_counting(address + C::item_empty + 8 * item.stage, item.parity ^ 1);
+    uncounted += it.item.head >= 0 && it.item.unit.chunks > 1;
     if constexpr (C::kProtected)
       if (it.item.head >= 0) store_scales(it);
     uint32_t const ready = address + C::item_full + 8 * item.stage;
@@ -130,9 +160,10 @@ struct Producer : Block {
   // One ring stage: lane w < W sends warp w's tile, of `bytes` bytes (0: none).
   __device__ __forceinline__ void send_row(uint8_t const* source, int bytes) {
     look_ahead();
+    count_arrival();
     --rows_left;
     uint32_t const full = address + C::full + 8 * row.stage;
-    barrier_wait(address + C::empty + 8 * row.stage, row.parity ^ 1);
+    wait_counting(address + C::empty + 8 * row.stage, row.parity ^ 1);
     int const all = __reduce_add_sync(~0u, bytes);
     if (lane == 0) barrier_expect(full, all);
     __syncwarp();

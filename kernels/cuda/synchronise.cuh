@@ -27,6 +27,31 @@ __device__ __forceinline__ void barrier_wait(uint32_t barrier, uint32_t parity) 
       : "memory");
 }
 
+// Whether the phase is over; waits for it up to about `nanoseconds`.
+__device__ __forceinline__ bool barrier_over(uint32_t barrier, uint32_t parity, uint32_t nanoseconds) {
+  uint32_t done;
+  asm volatile(
+      "{\n\t.reg .pred done;\n\t"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%1], %2, %3;\n\t"
+      "selp.u32 %0, 1, 0, done;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity), "r"(nanoseconds)
+      : "memory");
+  return done;
+}
+
+__device__ __forceinline__ bool barrier_over(uint32_t barrier, uint32_t parity) {
+  uint32_t done;
+  asm volatile(
+      "{\n\t.reg .pred done;\n\t"
+      "mbarrier.test_wait.parity.shared::cta.b64 done, [%1], %2;\n\t"
+      "selp.u32 %0, 1, 0, done;\n}"
+      : "=r"(done)
+      : "r"(barrier), "r"(parity)
+      : "memory");
+  return done;
+}
+
 // Barriers set up by ordinary stores are used by asynchronous copies next.
 __device__ __forceinline__ void barriers_ready() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

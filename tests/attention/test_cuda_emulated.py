@@ -273,6 +273,7 @@ MUTATIONS = {
     "maximum not rescaled": ("o[n][j][h] *= factor * rescale;", ""),
     "offset dropped": ("offset = sum_over_tokens(softmax.offset[n][h])", "offset = 0.0f"),
     "a chunk's weight": ("total == 0.0f ? 0.0f : exp2_approx(top - merged_top)", "total == 0.0f ? 0.0f : 1.0f"),
+    "last arrival missed": ("before == unit.chunks - 1", "before == unit.chunks"),
     "sum not rescaled": ("merged.rescale(weight_of(merged.top, merged.total, top));", ""),
 }
 

@@ -45,6 +45,13 @@ inline void barrier_wait(uint32_t barrier, uint32_t parity) {
   auto& m = emulator::machine();
   while (m.barriers.at(barrier).phase == parity) m.yield();
 }
+inline bool barrier_over(uint32_t barrier, uint32_t parity) {
+  return emulator::machine().barriers.at(barrier).phase != parity;
+}
+inline bool barrier_over(uint32_t barrier, uint32_t parity, uint32_t) {
+  if (!barrier_over(barrier, parity)) emulator::machine().yield();
+  return barrier_over(barrier, parity);
+}
 inline void barriers_ready() {}
 inline void await_previous_launch() {}
 inline void let_next_launch_begin() {}
