@@ -212,7 +212,7 @@ __device__ __forceinline__ void write_key_or_value(WriteArguments const& a, Team
   }
 }
 
-// Warps of a token: those of its query heads first, then of its keys, then of its values.
+// Warps of a token, the longest first: those of its keys, then of its values, then of its query heads.
 struct WriteLaunch {
   WriteArguments a;
   unsigned query_warps, kv_warps;
@@ -240,14 +240,15 @@ __device__ __forceinline__ Team team_of(unsigned turn, unsigned heads) {
 extern "C" __global__ void __launch_bounds__(kMostWarps* kWarp, kBlocks)
     write_kv_kernel(__grid_constant__ WriteLaunch const l) {
   WriteArguments const& a = l.a;
+  // By a shuffle the compiler sees that a warp does one thing, and checks none of its shuffles for divergence.
   unsigned turn = blockIdx.y * (blockDim.x / kWarp) + __shfl_sync(~0u, threadIdx.x / kWarp, 0);
   let_next_launch_begin();
   await_previous_launch();
-  if (turn < l.query_warps) return write_query(a, team_of(turn, a.query_heads));
-  turn -= l.query_warps;
   if (turn < l.kv_warps) return write_key_or_value<false>(a, team_of(turn, a.kv_heads));
   turn -= l.kv_warps;
-  if (turn < l.kv_warps) write_key_or_value<true>(a, team_of(turn, a.kv_heads));
+  if (turn < l.kv_warps) return write_key_or_value<true>(a, team_of(turn, a.kv_heads));
+  turn -= l.kv_warps;
+  if (turn < l.query_warps) write_query(a, team_of(turn, a.query_heads));
 }
 
 extern "C" int launch_write_kv(WriteArguments const* a, cudaStream_t stream) {

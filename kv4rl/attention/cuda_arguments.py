@@ -136,13 +136,14 @@ def write_arguments(cache, layer: int, q, k, v, where, prepared, before=None) ->
 
 
 def _point_at_norm_and_rope(arguments: WriteArguments, before, tokens: int, shape) -> None:
-    for name, table in (("cosines", before.cos), ("sines", before.sin)):
-        _require_dense(name, table, shape.dtype, (tokens, 1, shape.head_dim))
-        setattr(arguments, name, table.data_ptr())
-    for name, weight in (("q_weight", before.q_weight), ("k_weight", before.k_weight)):
-        if weight is not None:
-            _require_dense(name, weight, shape.dtype, (shape.head_dim,))
-            setattr(arguments, name, weight.data_ptr())
+    table, weight = (tokens, 1, shape.head_dim), (shape.head_dim,)
+    tensors = [("cosines", before.cos, table), ("sines", before.sin, table)]
+    if before.q_weight is not None:
+        tensors += [("q_weight", before.q_weight, weight), ("k_weight", before.k_weight, weight)]
+    for name, tensor, wanted in tensors:
+        _require_dense(name, tensor, shape.dtype, wanted)
+        require(tensor.data_ptr() % 16 == 0, f"{name}.data_ptr()", tensor.data_ptr(), "a multiple of 16")
+        setattr(arguments, name, tensor.data_ptr())
     arguments.eps = before.eps
 
 

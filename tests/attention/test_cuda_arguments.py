@@ -1,3 +1,5 @@
+import dataclasses
+
 import pytest
 import torch
 
@@ -77,6 +79,28 @@ def test_tokens_may_lie_apart(cache):
     arguments = host.write_arguments(cache, 0, q, k, v, where, host.prepared_queries(cache, q))
     assert (arguments.q_stride, arguments.k_stride, arguments.v_stride) == (3072, 3072, 3072)  # bytes
     assert arguments.k == qkv.data_ptr() + 8 * 128 * 2
+
+
+@pytest.mark.parametrize(
+    ("changed", "named"),
+    [
+        ({"cos": torch.ones(5, 128, dtype=torch.bfloat16)}, "cosines"),
+        ({"sin": torch.ones(5, 1, 128)}, "sines"),
+        ({"k_weight": torch.ones(129, dtype=torch.bfloat16)[1:]}, r"k_weight\.data_ptr\(\)"),
+        ({"q_weight": torch.ones(64, dtype=torch.bfloat16)}, "q_weight"),
+    ],
+)
+def test_a_wrong_norm_or_table_is_named(cache, raw_step, changed, named):
+    q, k, v, before = raw_step(5, (8, 2), 128, torch.bfloat16, normed=True)
+    where = TokenSlots.for_chunk(torch.arange(6), 0, 0, 5, cache.kv)
+    before = dataclasses.replace(before, **changed)
+    with pytest.raises(ValueError, match=f"^{named}="):
+        host.write_arguments(cache, 0, q, k, v, where, host.prepared_queries(cache, q), before)
+
+
+def test_a_build_fixes_what_is_still_to_be_done(cache, raw_step):
+    builds = [None, *(raw_step(1, (8, 2), 128, torch.bfloat16, normed=normed)[3] for normed in (False, True))]
+    assert [host.write_defines(cache, before)["BEFORE"] for before in builds] == [0, 1, 2]
 
 
 @pytest.mark.parametrize(("pages", "chunks"), [(1, 1), (192, 2), (100, 1), (400, 4), (100_000, host.MAX_CHUNKS)])
