@@ -53,11 +53,12 @@ struct Divider {
   }
 };
 
-// Codes of (x - from) / step within [low, high]; 0 where the step is zero or NaN. With kInside they are there anyway.
+// Codes of (x - from) / step within [low, high]; 0 where the step is zero, infinite or NaN. With kInside (the step is not
+// FP16) they are within anyway.
 template <bool kInside>
 __device__ __forceinline__ Codes encode(Vector const& y, float from, float step, float low, float high) {
   Codes codes = {};
-  if (step >= kLeastStep) {
+  if (step >= kLeastStep && (!kInside || step < INFINITY)) {
     Divider const by(step);
 #pragma unroll
     for (int i = 0; i < kEach; ++i) {
