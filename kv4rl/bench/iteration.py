@@ -25,6 +25,7 @@ from statistics import fmean
 
 import torch
 
+from kv4rl.bench.carried import dealt, simulated_state
 from kv4rl.bench.forced_rollout import forced_rollout
 from kv4rl.bench.learner_load import dense_flops_per_s, input_tokens, multiplied_parameters, reward, synthetic_groups
 from kv4rl.checkpoint import BackgroundSave, Checkpoint
@@ -46,14 +47,12 @@ from kv4rl.phases import PhaseController
 from kv4rl.ranks import Ranks, Replica, connect
 from kv4rl.results import result_row, write_rows
 from kv4rl.rollout.fits import FITS
-from kv4rl.rollout.forced import RandomPrompts, shrunk
+from kv4rl.rollout.forced import RandomPrompts
 from kv4rl.rollout.group import PromptGroup
 from kv4rl.rollout.partial import PartialCollector
-from kv4rl.rollout.share import SharedStream
 from kv4rl.rollout.workload import Workload
 
 EOS = 1
-WARM_SHRINK = 8  # the update that only compiles has responses this many times shorter
 LEARNER = ("old_logprob_s", "reference_logprob_s", "logprob_s", "update_s")
 SCALED = (*LEARNER, "iteration_s", "learner_tokens_per_s", "learner_share_of_dense", "speedup_vs_bf16")
 NEED_ENGINE = {"rollout", "sync", "switch"}
@@ -147,17 +146,19 @@ def make_engine(bench: Bench, precision: str) -> RolloutEngine | None:
 
 def make_collector(bench: Bench, engine: RolloutEngine) -> PartialCollector:
     prompts = RandomPrompts(bench.workload, bench.learner.weights.decoder.config.vocab_size)
-    if bench.replica.count > 1:
-        prompts = SharedStream(prompts, bench.replica.number, bench.replica.count)
+    prompts = dealt(prompts, bench.replica)
     return PartialCollector(engine, prompts, engine.rollout, grade=None, eos_token_ids=(EOS,))
 
 
 def prepare(bench: Bench, engine: RolloutEngine | None) -> None:
-    """A small update between two switches: compiles, makes AdamW's moments, pins host memory; none of it is timed."""
-    vocabulary, shorter = bench.learner.weights.decoder.config.vocab_size, shrunk(bench.workload, WARM_SHRINK)
-    small = synthetic_groups(shorter, vocabulary, 1, eos=EOS)
+    """An update between two switches: compiles, makes AdamW's moments, pins host memory; none of it is timed.
+
+    A microbatch a rank of the measured lengths: kernels compiled for smaller ones would be compiled again.
+    """
+    vocabulary, tokens = bench.learner.weights.decoder.config.vocab_size, bench.options.microbatch_tokens
+    warm = synthetic_groups(bench.workload, vocabulary, tokens * bench.ranks.size, eos=EOS)
     bench.phases.enter("learn")
-    iterate_learner(bench, engine, small, Timers(bench.ranks.device))
+    iterate_learner(bench, engine, warm, Timers(bench.ranks.device))
     bench.say("compiled and warmed up")
     bench.phases.enter("collect")
     bench.say("the learner is away, moments too")
@@ -203,15 +204,29 @@ def scaled(seconds: dict[str, float], tokens: int, trained: int) -> dict[str, fl
     return seconds | learner | {"iteration_s": seconds["iteration_s"] + left_out, "trained_tokens": float(tokens)}
 
 
+def form_carry_pool(bench: Bench, engine: RolloutEngine, collector: PartialCollector) -> None:
+    """The collections before those measured, at a policy version each; simulated on request (`bench/carried.py`)."""
+    intervals = bench.options.warmup
+    if bench.options.simulate_warmup and intervals:
+        given = {"vocab_size": bench.learner.weights.decoder.config.vocab_size, "eos": EOS}
+        state = simulated_state(
+            PartialCollector, engine.rollout, bench.workload, bench.replica, intervals=intervals, **given
+        )
+        collector.load_state(state)
+        bench.version = engine.policy_version = max(bench.version, intervals)
+        return
+    for _ in range(intervals):
+        collector.collect()
+        bench.version = engine.policy_version = bench.version + 1
+
+
 def run_arm(bench: Bench, precision: str, made: list[PromptGroup]) -> dict[str, list[float]]:
     """Metric -> its value in each measured iteration."""
     engine = make_engine(bench, precision)
     collector = None if made else make_collector(bench, engine)
     prepare(bench, engine)
     if not made:
-        for _ in range(bench.options.warmup):
-            collector.collect()
-            bench.version = engine.policy_version = bench.version + 1
+        form_carry_pool(bench, engine, collector)
     found = [iterate(bench, engine, collector, made) for _ in range(bench.options.iterations)]
     columns = {name: [each[name] for each in found] for name in found[0]}
     if "learner" in bench.options.parts:
@@ -309,6 +324,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--learner-share", type=float, default=1.0, help="of the collected groups that the learner trains on")
     add("--iterations", type=int, default=2, help="measured")
     add("--warmup", type=int, default=3, help="collections before them")
+    add("--simulate-warmup", action="store_true", help="simulate these: only their tokens are invented")
     add("--seed", type=int, default=6101)
     add("--device", default="auto", choices=("auto", "cpu", "cuda"))
     add("--parts", nargs="+", default=list(PARTS[:-1]), choices=PARTS)

@@ -17,6 +17,7 @@ from kv4rl.model.shapes import random_model
 from kv4rl.results import read_rows
 from kv4rl.rollout.fits import fit
 from kv4rl.rollout.forced import shrunk
+from kv4rl.rollout.partial import PartialCollector
 
 SMALL = "--device cpu --shrink 400 --groups 2 --slots 8 --step-tokens 64 --workspace-tokens 256 --warmup 1".split()
 
@@ -25,9 +26,10 @@ def rows_of(path) -> dict[tuple[str, str], float]:
     return {(row["arm"], row["metric"]): float(row["value"]) for row in read_rows(path)}
 
 
-def test_whole_iterations_are_divided_into_their_parts(tmp_path, capsys):
+@pytest.mark.parametrize("flags", [[], ["--simulate-warmup"]])
+def test_whole_iterations_are_divided_into_their_parts(tmp_path, capsys, flags):
     out = tmp_path / "iteration.csv"
-    main([*SMALL, "--out", str(out)])
+    main([*SMALL, *flags, "--out", str(out)])
     rows = rows_of(out)
     for arm in ("bf16", "kv4rl"):
         parts = [rows[arm, f"{name}_s"] for name in ("rollout", "logprob", "update", "sync", "switch")]
@@ -41,6 +43,20 @@ def test_whole_iterations_are_divided_into_their_parts(tmp_path, capsys):
     assert rows["kv4rl", "speedup_vs_bf16"] == pytest.approx(quotient, rel=1e-4)
     assert rows["kv4rl", "cache_pages"] > 3 * rows["bf16", "cache_pages"]
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["experiment"] == "iteration"
+
+
+def test_a_simulated_warmup_carries_responses_into_the_measured_collection(tmp_path, monkeypatch):
+    carried = []
+    collect = PartialCollector.collect
+
+    def watched(self):
+        carried.append(sum(1 for group in self.state()["groups"] for r in group["requests"] if r["tokens"]))
+        return collect(self)
+
+    monkeypatch.setattr(PartialCollector, "collect", watched)
+    main([*SMALL, "--simulate-warmup", "--iterations", "1", "--out", str(tmp_path / "iteration.csv")])
+    real = [count for count in carried if count]
+    assert len(real) >= 2  # each arm's measured collection begins with a pool
 
 
 def test_learner_sync_switch_and_checkpoint_alone_collect_nothing(tmp_path, monkeypatch):
