@@ -69,28 +69,33 @@ def write_plain(cache, layer: int, k: torch.Tensor, v: torch.Tensor, where) -> N
     cache.main.write(layer, k[keep], v[keep], where.page_ids[keep], where.offsets[keep])
 
 
-def decode(cache, layer: int, q: torch.Tensor, batch) -> tuple[torch.Tensor, torch.Tensor]:
-    """Output in q's dtype and natural-log normaliser, by one launch over all parts and one that merges them."""
+def prepare(cache, layer: int, q: torch.Tensor) -> torch.Tensor:
+    """Queries as `attend` reads them: prepared rows (kernels/cuda/layout.cuh), or for `bf16` the elements."""
+    return q.contiguous() if cache.kv.precision == "bf16" else write_kv(cache, layer, q, None, None, None)
+
+
+def attend(cache, layer: int, prepared: torch.Tensor, batch) -> tuple[torch.Tensor, torch.Tensor]:
+    """Output in the model's dtype and natural-log normaliser, by one launch over all parts and one that merges them.
+
+    Nothing is read back: a graph can capture it, once kernels of these arguments' kinds have been compiled.
+    """
     _, int4, int8, bf16, merge = _kernels()
     shape, kv = cache.shape, cache.kv
-    rows, d = len(q), shape.head_dim
+    rows, d, device = len(prepared), shape.head_dim, prepared.device
     protected = kv.protected_tokens > 0
     parts = max(1, -(-batch.page_table.shape[1] * PAGE_TOKENS // CHUNK)) + protected
-    partial = torch.empty(rows, parts, shape.query_heads, d + 4, dtype=torch.float32, device=q.device)
+    partial = torch.empty(rows, parts, shape.query_heads, d + 4, dtype=torch.float32, device=device)
     table, storage = batch.page_table.contiguous(), cache.main.storage[layer]
     heads = (table.stride(0), parts, shape.kv_heads, shape.group)
     grid, scale = (rows, shape.kv_heads, parts), d**-0.5
     if kv.precision == "bf16":
-        elements = storage.view(cache.main.dtype)
-        args = (q.contiguous(), elements, table, batch.context_tokens, partial, *heads, scale)
-        precision = "ieee" if elements.dtype == torch.float32 else "tf32"
+        args = (prepared, storage.view(cache.main.dtype), table, batch.context_tokens, partial, *heads, scale)
+        precision = "ieee" if cache.main.dtype == torch.float32 else "tf32"
         bf16.decode_bf16_kernel[grid](*args, CHUNK=CHUNK, D=d, PRECISION=precision)
     elif kv.precision == "kv8":
-        prepared = write_kv(cache, layer, q, None, None, None)
         args = (prepared, storage, table, batch.context_tokens, partial, *heads, scale)
         int8.decode_int8_kernel[grid](*args, CHUNK=CHUNK, D=d)
     else:
-        prepared = write_kv(cache, layer, q, None, None, None)
         side = cache.side
         buffers = (side.k_codes, side.v_codes, side.k_scale, side.v_scale) if protected else (cache.main.storage,) * 4
         sink, recent = (kv.sink_tokens, kv.recent_tokens) if protected else (0, 0)
@@ -99,8 +104,8 @@ def decode(cache, layer: int, q: torch.Tensor, batch) -> tuple[torch.Tensor, tor
             *heads, sink, recent, scale,
             PROTECTED=protected, CHUNK=CHUNK, U8=kv.probability_operand == "u8", D=d,
         )  # fmt: skip
-    out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    lse = torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
+    out = torch.empty(rows, shape.query_heads, d, dtype=shape.dtype, device=device)
+    lse = torch.empty(rows, shape.query_heads, dtype=torch.float32, device=device)
     merge.merge_kernel[(rows, shape.query_heads)](partial, out, lse, parts, shape.query_heads, D=d)
     return out, lse
 
@@ -117,7 +122,7 @@ class TritonBackend:
             write_kv(cache, layer, None, k, v, where)
 
     def decode(self, cache, layer, q, batch, return_lse=False):
-        out, lse = decode(cache, layer, q, batch)
+        out, lse = attend(cache, layer, prepare(cache, layer, q), batch)
         return (out, lse) if return_lse else out
 
 

@@ -2,7 +2,8 @@
 
 One process, one device, one TP2 or TP1 shard of Qwen3. `ms_per_layer` is the attention launch over prepared queries;
 `write_kv` (rotation, quantisation, packing of q, k, v; `write_kv_raw`: with QK-norm and RoPE) has rows of its own.
-Speedups are to FlashInfer's fa2 tensor-core decode, the paper's baseline (§A.2).
+Speedups are to FlashInfer's fa2 tensor-core decode, the paper's baseline (§A.2). Arms `*_triton` are the same
+precisions on the portable kernels: a launch over all parts and one that merges them.
 """
 
 import argparse
@@ -11,6 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
+from kv4rl.attention import triton
 from kv4rl.attention.cuda import DecodePlan, write_kv
 from kv4rl.bench.timing import copy_bytes_per_s, graph_ms, layers_beyond_cache
 from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
@@ -25,6 +27,8 @@ SHARDS = {"tp2_16q4kv": (16, 4), "tp1_32q8kv": (32, 8)}  # query heads, KV heads
 HEAD_DIM = 128
 BASELINE = "bf16_flashinfer"
 ARMS = ("kv8", "kv4", "kv4rl")
+TRITON = "_triton"  # after a precision: the arm on the kernels of kernels/triton
+OTHER_ARMS = ("bf16", "kv4_p8", "fp8_flashinfer", *(arm + TRITON for arm in ARMS))  # `bf16`: ours
 FILE = "kernels.csv"
 
 
@@ -65,38 +69,51 @@ def workloads(which: str) -> list[Workload]:
 def layout(lengths, generator) -> tuple[DecodeBatch, int]:
     """Requests on shuffled pages, as a used pool has them: (batch, number of pages)."""
     counts = [pages_for(n) for n in lengths]
-    order = torch.randperm(sum(counts), generator=generator, device="cuda")
-    table = torch.full((len(counts), max(counts)), -1, dtype=torch.int64, device="cuda")
+    device = generator.device
+    order = torch.randperm(sum(counts), generator=generator, device=device)
+    table = torch.full((len(counts), max(counts)), -1, dtype=torch.int64, device=device)
     for row, pages in enumerate(order.split(counts)):
         table[row, : len(pages)] = pages
-    slots = torch.arange(len(counts), device="cuda")
-    return DecodeBatch(table, torch.tensor(lengths, device="cuda"), slots), sum(counts)
+    slots = torch.arange(len(counts), device=device)
+    return DecodeBatch(table, torch.tensor(lengths, device=device), slots), sum(counts)
 
 
 class OurDecode:
-    """One precision of ours over `layers` layers of random content."""
+    """One precision of ours over `layers` layers of random content, on the CUDA kernels."""
+
+    backend = "cuda"
 
     def __init__(
-        self, precision: str, workload: Workload, heads: tuple[int, int], operand: str = "fp16", seed: int = 0
-    ):
-        self.generator = torch.Generator("cuda").manual_seed(seed)
+        self, precision: str, workload: Workload, heads: tuple[int, int], operand: str = "fp16", seed: int = 0,
+        device: str = "cuda",
+    ):  # fmt: skip
+        self.generator = torch.Generator(device).manual_seed(seed)
         self.batch, pages = layout(workload.lengths, self.generator)
         rows = len(workload.lengths)
         kv = KVConfig(precision, probability_operand=operand)
         chunk = chunk_bytes(precision, HEAD_DIM, torch.bfloat16)
         self.layers = layers_beyond_cache(pages * heads[1] * chunk)
         shape = CacheShape(self.layers, *heads, HEAD_DIM, torch.bfloat16)
-        self.cache = KVCache(kv, shape, num_pages=pages, num_slots=rows, device="cuda", backend="cuda")
+        self.cache = KVCache(kv, shape, num_pages=pages, num_slots=rows, device=device, backend=self.backend)
         self._fill(workload)
         self.q = self._random(rows, heads[0])
+        self.kv_bytes = self._bytes_read(workload)
+        self._prepare()
+
+    def _prepare(self) -> None:
+        """All that comes before the launches that are timed."""
         self.prepared = write_kv(self.cache, 0, self.q, None, None, None)
-        self.plan = DecodePlan(self.cache, rows, self.batch.page_table.shape[1])
+        self.plan = DecodePlan(self.cache, len(self.q), self.batch.page_table.shape[1])
         self.plan.plan(self.batch)
         self.out = torch.empty_like(self.q)
-        self.kv_bytes = self._bytes_read(workload)
+
+    def launch(self, layer: int) -> None:
+        """Decode one layer into `out`."""
+        self.plan.run(layer, self.prepared, self.out)
 
     def _random(self, n: int, heads: int) -> torch.Tensor:
-        return torch.randn(n, heads, HEAD_DIM, generator=self.generator, device="cuda").bfloat16()
+        size = (n, heads, HEAD_DIM)
+        return torch.randn(size, generator=self.generator, device=self.generator.device).bfloat16()
 
     def _fill(self, workload: Workload) -> None:
         """Write layer 0 from random keys and values, some requests at a time, and copy it to the others."""
@@ -119,7 +136,21 @@ class OurDecode:
         return total
 
     def ms(self) -> float:
-        return graph_ms(lambda layer: self.plan.run(layer, self.prepared, self.out), self.layers)
+        return graph_ms(self.launch, self.layers)
+
+
+class TritonDecode(OurDecode):
+    """The same content on the kernels of kernels/triton."""
+
+    backend = "triton"
+
+    def _prepare(self) -> None:
+        self.prepared = triton.prepare(self.cache, 0, self.q)
+        for layer in range(self.layers):  # whatever Triton compiles for a layer's pointers, it does before the capture
+            self.launch(layer)
+
+    def launch(self, layer: int) -> None:
+        self.out, _ = triton.attend(self.cache, layer, self.prepared, self.batch)
 
 
 class FlashInferDecode:
@@ -211,14 +242,22 @@ def _make(arm: str, workload: Workload, heads: tuple[int, int]):
         return FlashInferDecode(workload, heads, torch.float8_e4m3fn)
     if arm == "kv4_p8":
         return OurDecode("kv4", workload, heads, operand="u8")
+    if arm.endswith(TRITON):
+        return TritonDecode(arm.removesuffix(TRITON), workload, heads)
     return OurDecode(arm, workload, heads)
 
 
 def rows_of(workload: Workload, shard: str, found: dict) -> list[dict]:
-    """CSV rows of one workload."""
+    """CSV rows of one workload.
+
+    Beside `OTHER_ARMS` alone the baseline leaves none: its stored time is the one that `ARMS`' speedups are to.
+    """
     rows = []
     base = found.get(BASELINE)
+    others = found.keys() - {BASELINE}
     for arm, (ms, size) in found.items():
+        if arm == BASELINE and others and others <= set(OTHER_ARMS):
+            continue
         about = {"experiment": "kernels", "arm": arm, "model": shard, "shape": workload.name, "n": 15}
         rows.append(result_row(**about, metric="ms_per_layer", unit="ms", value=ms))
         rows.append(result_row(**about, metric="kv_bytes_per_s", unit="B/s", value=size / ms * 1e3))
@@ -240,9 +279,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kv4rl.bench kernels", description=__doc__)
     parser.add_argument("--workloads", default="all", choices=("all", "table", "ragged", "small", "quick", "none"))
     parser.add_argument("--shards", nargs="+", default=["tp2_16q4kv"], choices=tuple(SHARDS))
-    parser.add_argument(
-        "--arms", nargs="+", default=[BASELINE, *ARMS], help="also: kv4_p8, fp8_flashinfer, bf16 (ours)"
-    )
+    arms = [BASELINE, *ARMS]
+    parser.add_argument("--arms", nargs="+", default=arms, choices=(*arms, *OTHER_ARMS))
     parser.add_argument("--out", default=FILE, help="CSV under data/results, or a path")
     options = parser.parse_args(arguments)
 
@@ -258,7 +296,7 @@ def main(arguments: list[str] | None = None) -> None:
             for arm, (ms, _) in found.items():
                 speedup = found.get(BASELINE, (0.0, 0))[0] / ms
                 worst[arm] = min(worst.get(arm, speedup), speedup)
-        for tokens in (64, 640):
+        for tokens in (64, 640) if "kv4rl" in options.arms else ():
             for metric, us in Step(tokens, SHARDS[shard]).us().items():
                 print(f"{shard:>10} {metric.removesuffix('_us')} {tokens} tokens {us:.2f} us")
                 about = {"arm": "kv4rl", "model": shard, "shape": f"{tokens}", "metric": metric}
