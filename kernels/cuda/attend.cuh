@@ -5,6 +5,14 @@
 
 namespace kv4rl {
 
+// Lanes of a warp that arrive at a barrier once all are done reading. One is enough; in builds for racecheck, which does
+// not see that __syncwarp orders the other lanes' reads before lane 0's arrival, each speaks for itself.
+#ifdef EVERY_LANE_ARRIVES
+constexpr int kArrivingLanes = kWarp;
+#else
+constexpr int kArrivingLanes = 1;
+#endif
+
 template <class C>
 struct Consumer : Block {
   static constexpr int D = C::D, N = C::N, W = C::W, T = C::T;
@@ -36,10 +44,12 @@ struct Consumer : Block {
 
   __device__ __forceinline__ void wait_row() { barrier_wait(address + C::full + 8 * row.stage, row.parity); }
 
+  __device__ __forceinline__ bool arrives() const { return kArrivingLanes == kWarp || lane == 0; }
+
   // All lanes are done reading: one of them says so.
   __device__ __forceinline__ void release(uint32_t barrier) {
     __syncwarp();
-    if (lane == 0) barrier_arrive(barrier);
+    if (arrives()) barrier_arrive(barrier);
   }
 
   __device__ __forceinline__ void release_row() {
@@ -119,7 +129,7 @@ struct Consumer : Block {
     __syncwarp();
 #pragma unroll
     for (int k = 0; k < T; ++k)
-      if (lane == 0 && taken.release[k] != kNone) barrier_arrive(taken.release[k]);
+      if (arrives() && taken.release[k] != kNone) barrier_arrive(taken.release[k]);
   }
 
   __device__ __forceinline__ void attend_tiles(Taken& taken, Tiles const& tiles) {

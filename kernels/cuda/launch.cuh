@@ -14,10 +14,11 @@ __device__ __forceinline__ void decode(DecodeArguments const& a) {
   for (int i = threadIdx.x; i < kItemsAhead * C::query_bytes / 4; i += blockDim.x)
     reinterpret_cast<int*>(base + C::queries)[i] = 0;  // rows beyond the group stay zero
   if (threadIdx.x == 0) {
+    constexpr int kReaders = C::W * kArrivingLanes;
     for (int i = 0; i < C::R; ++i)
-      barrier_init(address + C::full + 8 * i, 1), barrier_init(address + C::empty + 8 * i, C::W);
+      barrier_init(address + C::full + 8 * i, 1), barrier_init(address + C::empty + 8 * i, kReaders);
     for (int i = 0; i < kItemsAhead; ++i)
-      barrier_init(address + C::item_full + 8 * i, 1), barrier_init(address + C::item_empty + 8 * i, C::W);
+      barrier_init(address + C::item_full + 8 * i, 1), barrier_init(address + C::item_empty + 8 * i, kReaders);
     barrier_init(address + C::written, 1), barrier_init(address + C::counted, 1);
     barriers_ready();
   }

@@ -15,6 +15,7 @@ from kv4rl.attention.backends import BackendUnavailable
 
 ARCHITECTURE = "90a"  # Hopper: bulk copies into shared memory
 CACHE_VARIABLE = "KV4RL_CACHE"  # directory of built kernels; default ~/.cache/kv4rl
+CHECKED_VARIABLE = "KV4RL_EVERY_LANE_ARRIVES"  # 1: builds that compute-sanitizer's racecheck can follow (attend.cuh)
 
 
 def sources() -> Path:
@@ -59,6 +60,8 @@ def build(name: str, **defines: int) -> ctypes.CDLL:
     Raises `BackendUnavailable` if there is no compiler, or with the compiler's own words if it fails.
     """
     source = sources() / f"{name}.cu"
+    if os.environ.get(CHECKED_VARIABLE) == "1":
+        defines["EVERY_LANE_ARRIVES"] = 1
     library = _cache_directory() / f"{name}-{_key(source, defines)}.so"
     if not library.exists():
         library.parent.mkdir(parents=True, exist_ok=True)

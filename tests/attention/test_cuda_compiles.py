@@ -23,7 +23,7 @@ BUILDS = {
         ]
     ],
     "decode_int4": [SMALL | {"PROTECTED": p, "BYTES": b, "BLOCKS": 3 - b} for p in (0, 1) for b in (0, 1)],
-    "decode_int8": [SMALL | {"BLOCKS": 2, "STAGES": 6, "TILES": 1}],
+    "decode_int8": [SMALL | {"BLOCKS": 2, "STAGES": 6, "TILES": 1} | each for each in ({}, {"EVERY_LANE_ARRIVES": 1})],
     "decode_bf16": [SMALL | {"BLOCKS": 2, "STAGES": 3, "TILES": 1, "BF16": b} for b in (0, 1)],
 }
 

@@ -73,12 +73,15 @@ def compile_sources(directory: Path, name: str, defines: dict, mutation: tuple[s
 
 
 class Emulated:
-    """`attention.backends.Backend` over the emulated kernels; `mutation` changes the sources of the decode kernel."""
+    """`attention.backends.Backend` over the emulated kernels.
+
+    `mutation` changes the sources of the decode kernel, `also` adds to its defines.
+    """
 
     name = "emulated"
 
-    def __init__(self, directory: Path, mutation: tuple[str, str] | None = None, sound: "Emulated | None" = None):
-        self.directory, self.mutation, self.sound = directory, mutation, sound
+    def __init__(self, directory: Path, mutation: tuple[str, str] | None = None, sound=None, **also: int):
+        self.directory, self.mutation, self.sound, self.also = directory, mutation, sound, also
         self.library = lru_cache(self._library)
 
     def _library(self, name: str, defines: tuple) -> ctypes.CDLL:
@@ -108,7 +111,7 @@ class Emulated:
         defines = {"HEAD_DIM": shape.head_dim, "QUERY_TILES": 1 if shape.group <= 8 else 2, "WARPS": 2, "BLOCKS": 1}
         defines |= {"STAGES": 3, "TILES": 2 if shape.head_dim == 128 else 1}
         defines |= {"PROTECTED": cache.kv.precision == "kv4rl", "BF16": shape.dtype == torch.bfloat16}
-        defines |= {"BYTES": cache.kv.probability_operand == "u8"}
+        defines |= {"BYTES": cache.kv.probability_operand == "u8"} | self.also
         library = self.library(KERNELS[cache.kv.precision], tuple(defines.items()))
         library.run(ctypes.byref(arguments), BLOCKS)
         assert space.counters[1:].eq(0).all()  # the next layer starts afresh
@@ -231,6 +234,13 @@ def test_norm_and_rope_in_the_write_leave_the_same_bits(
 def test_decode_matches_float64(emulated, precision, d, group):
     kv = KVConfig(precision, sink_tokens=4, recent_tokens=20)
     check(emulated, *filled(kv, [0, 1, 16, 17, 24, 25, 130], d=d, group=group))
+
+
+@pytest.mark.parametrize("precision", ["kv8", "kv4rl"])
+def test_the_build_for_racecheck_decodes_the_same_bits(emulated, tmp_path, precision):
+    every = Emulated(tmp_path, sound=emulated, EVERY_LANE_ARRIVES=1)
+    cache, batch, q = filled(KVConfig(precision, sink_tokens=4, recent_tokens=20), [1, 17, 24, 130, 300])
+    assert torch.equal(every.decode(cache, 0, q, batch), emulated.decode(cache, 0, q, batch))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
