@@ -13,6 +13,7 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
+from kv4rl.bench.kernels import BASELINE, TRITON
 from kv4rl.compare import ABSENT, ORIGIN, compare, ours
 from kv4rl.config import PRECISIONS
 from kv4rl.learning import curves, describe, main_setting, read_runs, summary, unstable, verdict
@@ -80,7 +81,6 @@ def training(rows: Path = RESULTS) -> str:
     return "\n\n".join([table, "\n".join(shown)])
 
 
-BASELINE = "bf16_flashinfer"
 KERNEL_ARMS = {**{arm: PRECISION_NAMES[arm] for arm in PRECISIONS[1:]}, "kv4_p8": "KV4, 8-bit P", "bf16": "our BF16"}
 HEADS = {"tp2_16q4kv": "TP2 shard (16 query, 4 KV heads)", "tp1_32q8kv": "one GPU (32 query, 8 KV heads)"}
 
@@ -89,7 +89,7 @@ def kernels(rows: Path = RESULTS) -> str:
     """One layer's decode attention, a line a kind of heads: ranges of the speedups over each kind of shapes."""
     found, lines = read_rows(rows / "kernels.csv", experiment="kernels", metric="speedup_vs_bf16"), []
     for model, heads in HEADS.items():
-        mine = [row for row in found if row["model"] == model]
+        mine = [row for row in found if row["model"] == model and not row["arm"].endswith(TRITON)]
         small = [row for row in mine if is_shape(row) and int(row["shape"].split("x")[0]) <= SMALL_BATCH]
         kinds = {"Table A3's": of_table_a3(mine), "mixed": [row for row in mine if row["shape"].startswith("ragged")]}
         kinds[f"1 to {SMALL_BATCH} requests of 1k to 32k"] = small
@@ -110,10 +110,10 @@ def _ranges(title: str, rows: list[dict[str, str]]) -> str:
 
 
 def decode(rows: Path = RESULTS) -> str:
-    """One layer's decode attention shape by shape: FlashInfer's time, each format's speedup, and `write_kv`."""
+    """One layer's decode shape by shape: FlashInfer's time, each format's speedup, and `write_kv`; Triton's below."""
     found, parts = read_rows(rows / "kernels.csv", experiment="kernels"), []
     for model, heads in HEADS.items():
-        mine = [row for row in found if row["model"] == model]
+        mine = [row for row in found if row["model"] == model and not row["arm"].endswith(TRITON)]
         value = {(row["shape"], row["arm"], row["metric"]): float(row["value"]) for row in mine}
         lines = [
             {"batch x context": shape, "BF16 FlashInfer": f"{value[shape, BASELINE, 'ms_per_layer'] * 1e3:.1f} us"}
@@ -125,7 +125,26 @@ def decode(rows: Path = RESULTS) -> str:
         origin = f"{run['hardware']}, {run['date']}, {run['commit']}"
         said = f"{heads}, {origin}; `write_kv` of q, k, v: {', '.join(written)}:"
         parts += [said[0].upper() + said[1:], _table(lines, tuple(lines[0]))]
-    return "\n\n".join(parts)
+    return "\n\n".join(parts + _triton(found))
+
+
+def _triton(found: list[dict[str, str]]) -> list[str]:
+    """The Triton kernels' speedups, a table a kind of heads with rows of theirs; nothing where there are none."""
+    parts, names = [], {arm + TRITON: PRECISION_NAMES[arm] for arm in PRECISIONS[1:]}
+    for model, heads in HEADS.items():
+        mine = [row for row in found if row["model"] == model and row["metric"] == "speedup_vs_bf16"]
+        mine = [row for row in mine if row["arm"] in names]
+        if not mine:
+            continue
+        value = {(row["shape"], row["arm"]): float(row["value"]) for row in mine}
+        lines = [
+            {"batch x context": shape} | {name: _times(value.get((shape, arm))) for arm, name in names.items()}
+            for shape in dict.fromkeys(row["shape"] for row in mine)
+        ]
+        run = latest(mine)
+        said = f"The Triton kernels, x of BF16 FlashInfer in their own run, {heads}"
+        parts += [f"{said}, {run['hardware']}, {run['date']}, {run['commit']}:", _table(lines, tuple(lines[0]))]
+    return parts
 
 
 def _times(speedup: float | None) -> str:

@@ -6,7 +6,7 @@ import subprocess
 import pytest
 
 from kv4rl import readme
-from kv4rl.results import REPOSITORY
+from kv4rl.results import REPOSITORY, read_rows, write_rows
 
 TEXT = readme.README.read_text()
 
@@ -23,6 +23,22 @@ def test_tables_are_what_the_committed_rows_say(page, tmp_path):
 def test_a_block_without_its_end_is_refused():
     with pytest.raises(ValueError, match="'results'"):
         readme.rewrite("<!-- results -->\n")
+
+
+def test_triton_rows_make_a_table_of_their_own_and_change_no_other(tmp_path):
+    stored = [row for row in read_rows("kernels.csv") if not row["arm"].endswith(readme.TRITON)]
+    write_rows(tmp_path / "kernels.csv", stored)
+    before, summary = readme.decode(tmp_path), readme.kernels(tmp_path)
+    assert "Triton" not in before
+    speedups = [row for row in stored if row["metric"] == "speedup_vs_bf16" and row["shape"] == "640x874"]
+    theirs = [row | {"arm": row["arm"] + "_triton", "value": "1.234"} for row in speedups if row["arm"] == "kv4"]
+    write_rows(tmp_path / "kernels.csv", [row | {"date": "2999-01-01", "commit": "abc1234"} for row in theirs])
+    after = readme.decode(tmp_path)
+    assert after.startswith(before) and readme.kernels(tmp_path) == summary
+    added = after.removeprefix(before)
+    assert added.count("| batch x context | KV8 | KV4 | KV4-RL |") == len(theirs) == 2
+    assert added.count("| 640x874 | - | 1.23x | - |") == 2
+    assert added.count("2999-01-01, abc1234") == 2
 
 
 def test_relative_links_and_pictures_exist():
