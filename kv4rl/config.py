@@ -155,7 +155,7 @@ class TrainConfig:
     """One training run: the phase loop of §3 with everything it needs."""
 
     model: str = "mini-qwen3"  # a local directory, a name under data/models/, or a hub id
-    tasks: str = "mini"  # our generator; or a .jsonl or .parquet file, or a hub id, of problems with golds (§B.1)
+    tasks: str = "mini"  # mini or sums, made here; or a .jsonl or .parquet file, or a hub id, with golds (§B.1)
     output_dir: str = "runs/train"  # checkpoints, metrics.jsonl, TensorBoard events
     updates: int = 400
     seed: int = 43

@@ -18,9 +18,8 @@ import numpy as np
 
 from kv4rl.config import PRECISIONS, require
 from kv4rl.evaluation.metrics import t_95
-from kv4rl.presets import preset
 from kv4rl.results import RESULTS, latest, read_rows, result_row, write_rows
-from kv4rl.train_rows import CURVES, FILE, START
+from kv4rl.train_rows import CURVES, FILE, START, usual
 from kv4rl.viz.names import PRECISION_NAMES
 
 SCORES = ("reward_last", "accuracy")  # what "falls behind" is judged by, each by itself
@@ -70,8 +69,8 @@ def band(values: Iterable[float]) -> Band:
 def read_runs(*, model: str = "mini-qwen3", directory: Path = RESULTS, file: str | Path = FILE) -> dict[str, Setting]:
     """Setting -> precision -> seed -> run, in file order; {} without the file.
 
-    A setting is what a run's `shape` says behind its seed, "" for the mini preset. Of a setting that was run on several
-    machines the one with the most runs counts, then the one with the newest.
+    A setting is what a run's `shape` says behind its seed, "" for the model's preset. Of a setting that was run on
+    several machines the one with the most runs counts, then the one with the newest.
     """
     path = directory / file
     rows = read_rows(path.resolve(), model=model) if path.exists() else []
@@ -103,7 +102,7 @@ def _weight(setting: Setting) -> tuple[int, str]:
 
 
 def main_setting(settings: Mapping[str, Setting]) -> str:
-    """The mini preset's own setting if it was run, else the one with the most runs, the newest of several.
+    """The preset's own setting if it was run, else the one with the most runs, the newest of several.
 
     Raises ValueError without any.
     """
@@ -111,12 +110,12 @@ def main_setting(settings: Mapping[str, Setting]) -> str:
     return "" if "" in settings else max(settings, key=lambda name: _weight(settings[name]))
 
 
-def describe(setting: str) -> str:
-    """A setting in words: collector, learning rate, updates, and whatever else is not the preset's."""
-    usual = preset("mini")
+def describe(setting: str, *, model: str = "mini-qwen3") -> str:
+    """A model's setting in words: collector, learning rate, updates, and whatever else is not its preset's."""
+    preset = usual(model)
     values = {
-        "rollout.collector": usual.rollout.collector, "grpo.learning_rate": usual.grpo.learning_rate,
-        "updates": usual.updates,
+        "rollout.collector": preset.rollout.collector, "grpo.learning_rate": preset.grpo.learning_rate,
+        "updates": preset.updates,
     }  # fmt: skip
     values |= dict(part.split("=", 1) for part in re.split(r",(?=[a-z_.]+=)", setting) if part)
     collector, rate, updates = (values.pop(name) for name in ("rollout.collector", "grpo.learning_rate", "updates"))
@@ -240,19 +239,23 @@ def curves(setting: Setting) -> dict[str, list[list[dict[str, float]]]]:
 
 
 def report(path: Path) -> list[str]:
-    """Every setting of a file in lines of text: table, paired differences, verdict, and what lost ground."""
+    """Every model's every setting of a file in lines of text: table, paired differences, verdict, lost ground."""
     lines = []
-    for name, setting in read_runs(file=path).items():
-        lines += ["", f"{describe(name)}:"]
-        lines += [_line(row) for row in (*summary(setting), *differences(setting))]
-        lines += [verdict(setting), *unstable(setting, file=path)]
-    before = start_accuracy(file=path)
-    return lines + ([f"accuracy before training: {before}"] if before else [])
+    for model in dict.fromkeys(row["model"] for row in read_rows(path.resolve(), experiment="train")):
+        for name, setting in read_runs(model=model, file=path).items():
+            lines += ["", f"{model}, {describe(name, model=model)}:"]
+            lines += [_line(row) for row in (*summary(setting), *differences(setting))]
+            lines += [verdict(setting), *unstable(setting, model=model, file=path)]
+        before = start_accuracy(model=model, file=path)
+        lines += [f"accuracy before training: {before}"] if before else []
+    return lines
 
 
-def unstable(setting: Setting, *, directory: Path = RESULTS, file: str | Path = FILE) -> list[str]:
+def unstable(
+    setting: Setting, *, model: str = "mini-qwen3", directory: Path = RESULTS, file: str | Path = FILE
+) -> list[str]:
     """A sentence if runs of a setting end below their start, else nothing."""
-    below = lost_ground(setting, directory=directory, file=file)
+    below = lost_ground(setting, model=model, directory=directory, file=file)
     if not below:
         return []
     runs, total = sum(map(len, below.values())), sum(map(len, setting.values()))

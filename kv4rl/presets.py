@@ -49,21 +49,23 @@ _MINI = TrainConfig(
     grpo=GRPOConfig(learning_rate=1.5e-4, warmup_updates=2, microbatch_tokens=2048),
 )
 
-# A small model of natural language; `--tasks FILE.jsonl` gives it problems of your own.
+# A small model of natural language, and what GRPO can teach it; `--tasks FILE.jsonl` gives it problems of your own.
 _SMOLLM2 = replace(
     _MINI,
     model="smollm2-135m",
+    tasks="sums",
     output_dir="runs/smollm2",
-    updates=100,
-    evaluate_every=25,
+    updates=30,
     rollout=RolloutConfig(
         groups_per_update=16,
+        age_limit=4,
         max_prompt_tokens=512,
-        max_response_tokens=1024,
+        max_response_tokens=256,
         max_active_requests=256,
-        cache_pages=8192,  # a third of what all slots could fill: capacity binds, as at 4B
+        workspace_tokens=16384,
+        cache_pages=4096,  # half of what all slots could fill
     ),
-    grpo=GRPOConfig(learning_rate=5e-6, warmup_updates=5),
+    grpo=GRPOConfig(learning_rate=2e-5, warmup_updates=2, microbatch_tokens=8192),
 )
 
 PRESETS: dict[str, TrainConfig] = {

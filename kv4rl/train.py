@@ -19,7 +19,8 @@ from kv4rl.presets import parse_config
 from kv4rl.ranks import connect
 from kv4rl.rewards.grader import Grader
 from kv4rl.stop import StopRequest
-from kv4rl.trainer import Trainer, evaluation_file
+from kv4rl.tasks.datasets import evaluation_file
+from kv4rl.trainer import Trainer
 
 Report = Callable[[str], None]
 Write = Callable[[int, dict], None]  # the metrics of an update
@@ -104,7 +105,7 @@ def _loop(trainer: Trainer, write: Write) -> None:
 def _opening(trainer: Trainer, resumed: bool) -> str:
     size = sum(parameter.numel() for parameter in trainer.learner.weights.parameters()) / 1e6
     where = f"resuming after update {trainer.update}" if resumed else "starting"
-    note = "" if trainer.evaluation_prompts else f"; no evaluation: no {evaluation_file(trainer.config)}"
+    note = "" if trainer.evaluation_prompts else f"; no evaluation: no {evaluation_file(trainer.config.tasks)}"
     config = trainer.config
     return (
         f"{config.model} ({size:.1f}M parameters) on {trainer.device}, {config.kv.precision} rollout, "

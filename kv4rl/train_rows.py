@@ -28,7 +28,8 @@ from kv4rl.model.weights import eos_token_ids, load_decoder, load_tokenizer, res
 from kv4rl.presets import parse_config, preset
 from kv4rl.results import hardware, read_rows, result_row, write_rows
 from kv4rl.rewards.grader import Grader
-from kv4rl.tasks.stream import MiniStream, take
+from kv4rl.tasks.datasets import MADE, held_out_stream
+from kv4rl.tasks.stream import take
 from kv4rl.train import train
 from kv4rl.trainer import evaluation_sampling
 
@@ -36,7 +37,7 @@ FIRST, LAST = 3, 5
 FILE = "train.csv"
 START = "start"  # the arm of the model before any update
 UNNAMED = (  # fields that do not name a run: the arm and the model stand in columns, the rest decides no update
-    "model", "tasks", "output_dir", "seed", "device", "evaluate_", "checkpoint_every", "keep_checkpoints", "memory",
+    "model", "output_dir", "seed", "device", "evaluate_", "checkpoint_every", "keep_checkpoints", "memory",
     "tensor_parallel",
     "kv.precision", "rollout.seed",
 )  # fmt: skip
@@ -100,15 +101,20 @@ def start_row(config: TrainConfig, accuracy: Mapping, *, command: str | None = N
 
 
 def run_shape(config: TrainConfig) -> str:
-    """A run as the rows name it: its seeds, and what it sets otherwise than the mini preset.
+    """A run as the rows name it: its seeds, and what it sets otherwise than its model's preset (`usual`).
 
     `seed43` is that preset; `seed1/updates=30,grpo.learning_rate=0.0003` differs in two settings. Where its files go,
     its precision (the arm) and how it is evaluated on the way are no part of it.
     """
     seeds = f"seed{config.seed}" + ("" if config.rollout.seed == config.seed else f"-{config.rollout.seed}")
-    usual = dict(_fields(preset("mini")))
-    differing = [f"{name}={value}" for name, value in _fields(config) if value != usual[name]]
+    usually = dict(_fields(usual(config.model)))
+    differing = [f"{name}={value}" for name, value in _fields(config) if value != usually[name]]
     return "/".join([seeds, ",".join(differing)]) if differing else seeds
+
+
+def usual(model: str) -> TrainConfig:
+    """The preset that rows of a model are told apart from."""
+    return preset("smollm2" if Path(model).name == preset("smollm2").model else "mini")
 
 
 def _fields(config, prefix: str = "") -> Iterator[tuple[str, object]]:
@@ -123,12 +129,12 @@ def _fields(config, prefix: str = "") -> Iterator[tuple[str, object]]:
 
 def require_recordable(config: TrainConfig) -> None:
     """ValueError, before anything is trained, for a run whose rows are not defined."""
-    require(config.tasks == "mini", "tasks", config.tasks, '"mini": rows of other tasks are not defined')
+    require(config.tasks in MADE, "tasks", config.tasks, f"one of {', '.join(MADE)}: rows of others are not defined")
     require(config.updates >= FIRST + LAST, "updates", config.updates, f"at least {FIRST + LAST} for rows of a run")
 
 
 def judge(model_dir: Path, config: TrainConfig, *, prompts: int = 128, samples: int = 4) -> dict[str, float]:
-    """Accuracy (avg@k) of a mini-task policy on held-out problems through the unquantised cache (§B.2).
+    """Accuracy (avg@k) of a policy on held-out problems of its tasks through the unquantised cache (§B.2).
 
     The same problems and the same noise for every policy, so that precisions compare in pairs. Returns `value`, its
     95 % interval over problems and `n` samples.
@@ -136,7 +142,8 @@ def judge(model_dir: Path, config: TrainConfig, *, prompts: int = 128, samples: 
     device = choose_device(config.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     tokenizer = load_tokenizer(model_dir)
-    stream = MiniStream(config.seed, split="evaluation", tokenizer=tokenizer)
+    limit = config.rollout.max_prompt_tokens
+    stream = held_out_stream(config.tasks, tokenizer, seed=config.seed, max_prompt_tokens=limit)
     decoder = load_decoder(model_dir, dtype=dtype, device=device)
     engine = RolloutEngine(decoder, KVConfig("bf16"), config.rollout, eos_token_ids=eos_token_ids(model_dir))
     with Grader() as grader:

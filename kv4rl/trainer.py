@@ -32,8 +32,8 @@ from kv4rl.rollout.partial import PartialCollector
 from kv4rl.rollout.share import SharedStream
 from kv4rl.rollout.sync import SyncCollector
 from kv4rl.rollout.trace import Trace
-from kv4rl.tasks.datasets import open_stream
-from kv4rl.tasks.stream import JsonlStream, LeftOut, MiniStream, take
+from kv4rl.tasks.datasets import held_out_stream, open_stream
+from kv4rl.tasks.stream import LeftOut, MiniStream, take
 
 
 class Scoring:
@@ -252,25 +252,17 @@ def _share_of_quota(rollout: RolloutConfig, replicas: int) -> RolloutConfig:
 
 
 def _evaluation_prompts(config: TrainConfig, tokenizer, left_out: list[LeftOut]) -> list[Prompt]:
-    """Held-out prompts: the mini task's own split, or the lines of `<tasks>.evaluation.jsonl`; none without it.
+    """Held-out prompts of the run's tasks; none where there are none.
 
     Lines whose gold answer cannot be graded are added to `left_out`.
     """
-    if config.tasks == "mini":
-        stream = MiniStream(config.seed, split="evaluation", tokenizer=tokenizer)
-        return take(stream, config.evaluate_prompts)
-    if not evaluation_file(config).is_file():
+    given = {"seed": config.seed, "max_prompt_tokens": config.rollout.max_prompt_tokens}
+    stream = held_out_stream(config.tasks, tokenizer, **given)
+    if stream is None:
         return []
-    limit = config.rollout.max_prompt_tokens
-    stream = JsonlStream(
-        evaluation_file(config), tokenizer, max_prompt_tokens=limit, shuffle=False, epochs=1, check_golds=True
-    )
     left_out += stream.left_out
-    return take(stream, min(config.evaluate_prompts, len(stream)))
-
-
-def evaluation_file(config: TrainConfig) -> Path:
-    return Path(config.tasks).with_suffix(".evaluation.jsonl")
+    count = config.evaluate_prompts
+    return take(stream, count if isinstance(stream, MiniStream) else min(count, len(stream)))
 
 
 def evaluation_sampling(config: TrainConfig) -> Sampling:

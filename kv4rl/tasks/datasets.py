@@ -16,30 +16,55 @@ from kv4rl.rollout.group import PromptStream
 from kv4rl.tasks.instruction import with_instruction
 from kv4rl.tasks.rows import SUFFIXES, field, read_file, read_hub
 from kv4rl.tasks.stream import JsonlStream, LeftOut, MiniStream, TaskStream
+from kv4rl.tasks.sums import sums_stream
 
 DAPO = "open-r1/DAPO-Math-17k-Processed"
 ENGLISH, SPLIT = "en", "train"
+MADE = ("mini", "sums")  # tasks without a file
 
 
 def open_stream(tasks: str, tokenizer: PreTrainedTokenizerBase, *, seed: int, max_prompt_tokens: int) -> PromptStream:
     """The prompts that a configuration's `tasks` names, their golds checked.
 
-    `mini`; a .jsonl task file, whose `prompt` is whole and whose gold is `answer`; else a data set: a .jsonl or
-    .parquet file with the fields of DAPO-Math-17k-Processed, or a hub id `owner/name`.
+    `mini` and `sums` are made here. A .jsonl task file, whose `prompt` is whole and whose gold is `answer`; else a data
+    set: a .jsonl or .parquet file with the fields of DAPO-Math-17k-Processed, or a hub id `owner/name`.
     """
-    if tasks == "mini":
-        return MiniStream(seed, tokenizer=tokenizer)
+    if tasks in MADE:
+        return _made(tasks, tokenizer, seed=seed, split="train", max_prompt_tokens=max_prompt_tokens)
     path = Path(tasks)
     if path.suffix not in SUFFIXES:
         known = len(tasks.split("/")) == 2 and all(tasks.split("/"))
-        require(
-            known, "tasks", tasks, 'mini, a .jsonl or .parquet file that exists, or a hub id such as "' + DAPO + '"'
-        )
+        expected = f'{", ".join(MADE)}, a .jsonl or .parquet file that exists, or a hub id such as "{DAPO}"'
+        require(known, "tasks", tasks, expected)
         return DataSetStream(tasks, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens)
     require(path.is_file(), "tasks", tasks, f'"mini" or a {path.suffix} file that exists')
     if path.suffix == ".jsonl" and {"prompt", "answer"} <= read_file(path)[0][1].keys():
         return JsonlStream(path, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens, check_golds=True)
     return DataSetStream(path, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens)
+
+
+def held_out_stream(
+    tasks: str, tokenizer: PreTrainedTokenizerBase, *, seed: int, max_prompt_tokens: int
+) -> TaskStream | MiniStream | None:
+    """Prompts that `tasks` keeps for evaluation, or those of `<tasks>.evaluation.jsonl`; None without either."""
+    if tasks in MADE:
+        return _made(tasks, tokenizer, seed=seed, split="evaluation", max_prompt_tokens=max_prompt_tokens)
+    path = evaluation_file(tasks)
+    if not path.is_file():
+        return None
+    given = {"max_prompt_tokens": max_prompt_tokens, "shuffle": False, "epochs": 1, "check_golds": True}
+    return JsonlStream(path, tokenizer, **given)
+
+
+def evaluation_file(tasks: str) -> Path:
+    """Where the held-out problems of a task file are looked for."""
+    return Path(tasks).with_suffix(".evaluation.jsonl")
+
+
+def _made(tasks: str, tokenizer, *, seed: int, split: str, max_prompt_tokens: int) -> TaskStream | MiniStream:
+    if tasks == "mini":
+        return MiniStream(seed, split=split, tokenizer=tokenizer)
+    return sums_stream(seed, tokenizer, split=split, max_prompt_tokens=max_prompt_tokens)
 
 
 class DataSetStream(TaskStream):

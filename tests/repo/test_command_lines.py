@@ -27,7 +27,7 @@ WRONG = [  # module, words, what the sentence names
     ("kv4rl.train", "--output_dir /proc/x", "/proc/x"),
     ("kv4rl.train", "--precision kv4", "did you mean --kv.precision?"),
     ("kv4rl.train_rows", "--updates 3", "updates=3: expected at least 8 for rows of a run"),
-    ("kv4rl.train_rows", "--tasks other.jsonl", "tasks='other.jsonl': expected \"mini\""),
+    ("kv4rl.train_rows", "--tasks other.jsonl", "tasks='other.jsonl': expected one of mini, sums"),
     ("kv4rl.train_rows", "--model modle", "model='modle'"),
     ("kv4rl.sweep", "--seeds 1 1", "seeds=[1, 1]: expected each once"),
     ("kv4rl.sweep", "--updates 3", "updates=3: expected at least 8"),

@@ -65,6 +65,19 @@ def test_a_run_is_named_by_its_seeds_and_by_what_is_not_the_presets():
     assert train_rows.run_shape(override(mini, {"rollout.seed": 7})) == "seed43-7"
 
 
+def test_rows_of_another_model_are_told_apart_from_its_own_preset_and_reported_by_themselves(run):
+    config, lines, accuracy, directory = run
+    small = preset("smollm2")
+    assert train_rows.run_shape(small) == "seed43"
+    assert train_rows.run_shape(override(small, {"tasks": "mini"})) == "seed43/tasks=mini"
+    train_rows.record_run(config, lines, accuracy)
+    train_rows.record_run(override(small, {"updates": 40}), lines, accuracy, before=accuracy)
+    said = "\n".join(learning.report((directory / train_rows.FILE).resolve()))
+    assert "mini-qwen3, partial collection, learning rate 0.00015, 25 updates:" in said
+    assert "smollm2-135m, partial collection, learning rate 2e-05, 40 updates:" in said
+    assert said.count("accuracy before training") == 1
+
+
 def test_the_starting_model_has_one_row_for_all_precisions_and_settings(run):
     config, lines, accuracy, directory = run
     train_rows.record_run(config, lines, accuracy)
