@@ -6,7 +6,7 @@
 import triton
 import triton.language as tl
 
-from kv4rl.kernels.triton.tiles import HEADS, TILE, chunk_bounds, round_to, soften, store_partial
+from kv4rl.kernels.triton.tiles import HEADS, TILE, chunk_bounds, nothing, places, round_to, soften, store_partial
 
 
 @triton.jit
@@ -21,18 +21,15 @@ def decode_bf16_kernel(
     heads, channel = tl.arange(0, HEADS), tl.arange(0, D)
     rows = query + ((row * kv_heads + head) * group + heads) * D
     q = tl.load(rows[:, None] + channel[None, :], mask=heads[:, None] < group, other=0.0).to(tl.float32)
-    top = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    acc = tl.zeros([HEADS, D], tl.float32)
+    acc, top, total = nothing(D)
+    table, token = page_table + row * table_stride, tl.arange(0, TILE) % 16
     start, stop, first = chunk_bounds(part, 0, context, CHUNK)
     if first < stop:
         for tile in range(start, stop, TILE):
-            position = tile + tl.arange(0, TILE)
-            valid = position < stop
-            page = tl.load(page_table + row * table_stride + position // 16, mask=valid, other=0)
-            place = ((page * kv_heads + head) * 32 + position % 16)[:, None] * D + channel[None, :]
-            k = tl.load(pages + place, mask=valid[:, None], other=0.0)
-            v = tl.load(pages + 16 * D + place, mask=valid[:, None], other=0.0)
+            valid, chunk = places(tile, first, stop, token, table, pages, kv_heads, head, 32 * D)
+            place = (chunk + token * D)[:, None] + channel[None, :]
+            k = tl.load(place, mask=valid[:, None], other=0.0)
+            v = tl.load(place + 16 * D, mask=valid[:, None], other=0.0)
             scores = tl.dot(q, tl.trans(k.to(tl.float32)), input_precision=PRECISION) * score_scale
             p, top, factor = soften(tl.where(valid[None, :], scores, float("-inf")), top)
             total = total * factor + tl.sum(p, 1)

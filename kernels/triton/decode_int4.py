@@ -10,13 +10,19 @@ from kv4rl.kernels.triton.tiles import (
     HEADS,
     TILE,
     chunk_bounds,
+    half_channels,
+    load_codes,
     load_k4,
     load_query,
     load_v4,
     nearest_bf16,
+    nothing,
+    places,
     soften,
+    storage_order,
     store_partial,
-    weighted,
+    subnormal,
+    weights,
 )
 
 
@@ -25,31 +31,32 @@ def attend_main(
     query, pages, table, part, row, head, kv_heads, group, begin, end, score_scale,
     CHUNK: tl.constexpr, U8: tl.constexpr, D: tl.constexpr,
 ):  # fmt: skip
-    q, q_scale, q_sum = load_query(query, row, head, kv_heads, group, D)
+    """Bytes hold two channels: each nibble has its dot, with its half of the query's channels or of the output's."""
+    rows, live, q_scale, q_sum = load_query(query, row, head, kv_heads, group, D)
+    q_low, q_high = load_codes(rows, live, half_channels(D)), load_codes(rows, live, half_channels(D) + 8)
     unit = (q_scale * score_scale)[:, None]
-    top = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    acc = tl.zeros([HEADS, D], tl.float32)
+    even, top, total = nothing(D // 2)
+    odd, offset = even, total
+    token = storage_order()
     start, stop, first = chunk_bounds(part, begin, end, CHUNK)
     if first < stop:
         for tile in range(start, stop, TILE):
-            position = tile + tl.arange(0, TILE)
-            valid = (position >= first) & (position < stop)
-            page = tl.load(table + position // 16, mask=valid, other=0)
-            chunk = pages + (page * kv_heads + head) * (16 * D + 128)
-            token = position % 16
+            valid, chunk = places(tile, first, stop, token, table, pages, kv_heads, head, 16 * D + 128)
             numbers = (chunk + 16 * D).to(tl.pointer_type(tl.float16)) + 4 * token
             k_scale = tl.load(numbers, mask=valid, other=0.0).to(tl.float32)
             k_offset = tl.load(numbers + 1, mask=valid, other=0.0).to(tl.float32)
             v_scale = tl.load(numbers + 2, mask=valid, other=0.0).to(tl.float32)
             v_offset = tl.load(numbers + 3, mask=valid, other=0.0).to(tl.float32)
-            dots = tl.dot(q, tl.trans(load_k4(chunk, token, D))).to(tl.float32)
-            scores = (dots * k_scale[None, :] + q_sum[:, None] * k_offset[None, :]) * unit
+            k, v = load_k4(chunk, token, D), load_v4(chunk, D)
+            dots = tl.dot(q_low, tl.trans((k & 15).to(tl.int8))) + tl.dot(q_high, tl.trans((k >> 4).to(tl.int8)))
+            scores = (dots.to(tl.float32) * k_scale[None, :] + q_sum[:, None] * k_offset[None, :]) * unit
             p, top, factor = soften(tl.where(valid[None, :], scores, float("-inf")), top)
             total = total * factor + tl.sum(p, 1)
-            acc = acc * factor[:, None] + weighted(p, v_scale, load_v4(chunk, token, D), U8)
-            acc += tl.sum(p * v_offset[None, :], 1)[:, None]
-    return acc, top, total
+            offset = offset * factor + tl.sum(p * v_offset[None, :], 1)
+            operand, most = weights(p, v_scale, U8)
+            even = even * factor[:, None] + tl.dot(operand, subnormal(v & 15)) * (most * 16777216.0)
+            odd = odd * factor[:, None] + tl.dot(operand, subnormal(v & 240)) * (most * 1048576.0)
+    return tl.reshape(tl.join(even, odd), [HEADS, D]) + offset[:, None], top, total
 
 
 @triton.jit
@@ -58,11 +65,10 @@ def attend_side(
     score_scale, D: tl.constexpr,
 ):  # fmt: skip
     """The protected positions: integer QK, then P and V in BF16 (paper 5.3, A.3)."""
-    q, q_scale, _ = load_query(query, row, head, kv_heads, group, D)
+    rows, live, q_scale, _ = load_query(query, row, head, kv_heads, group, D)
+    q = load_codes(rows, live, tl.arange(0, D))
     unit = (q_scale * score_scale)[:, None]
-    top = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    acc = tl.zeros([HEADS, D], tl.float32)
+    acc, top, total = nothing(D)
     base = (slot * kv_heads + head) * entries
     channel = tl.arange(0, D)[None, :]
     for first in range(0, valid_entries, TILE):

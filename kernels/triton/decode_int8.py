@@ -4,15 +4,17 @@ import triton
 import triton.language as tl
 
 from kv4rl.kernels.triton.tiles import (
-    HEADS,
     TILE,
     chunk_bounds,
+    load_codes,
     load_k8,
     load_query,
     load_v8,
+    nothing,
+    places,
     soften,
     store_partial,
-    weighted,
+    weights,
 )
 
 
@@ -25,24 +27,21 @@ def decode_int8_kernel(
     row = tl.program_id(0).to(tl.int64)
     head, part = tl.program_id(1), tl.program_id(2)
     context = tl.load(context_tokens + row).to(tl.int32)
-    q, q_scale, _ = load_query(query, row, head, kv_heads, group, D)
+    rows, live, q_scale, _ = load_query(query, row, head, kv_heads, group, D)
+    q = load_codes(rows, live, tl.arange(0, D))
     unit = (q_scale * score_scale)[:, None]
-    top = tl.full([HEADS], float("-inf"), tl.float32)
-    total = tl.zeros([HEADS], tl.float32)
-    acc = tl.zeros([HEADS, D], tl.float32)
+    acc, top, total = nothing(D)
+    table, token = page_table + row * table_stride, tl.arange(0, TILE) % 16
     start, stop, first = chunk_bounds(part, 0, context, CHUNK)
     if first < stop:
         for tile in range(start, stop, TILE):
-            position = tile + tl.arange(0, TILE)
-            valid = position < stop
-            page = tl.load(page_table + row * table_stride + position // 16, mask=valid, other=0)
-            chunk = pages + (page * kv_heads + head) * (32 * D + 64)
-            token = position % 16
+            valid, chunk = places(tile, first, stop, token, table, pages, kv_heads, head, 32 * D + 64)
             numbers = (chunk + 32 * D).to(tl.pointer_type(tl.float16)) + 2 * token
             k_scale = tl.load(numbers, mask=valid, other=0.0).to(tl.float32)
             v_scale = tl.load(numbers + 1, mask=valid, other=0.0).to(tl.float32)
             scores = tl.dot(q, tl.trans(load_k8(chunk, token, D))).to(tl.float32) * k_scale[None, :] * unit
             p, top, factor = soften(tl.where(valid[None, :], scores, float("-inf")), top)
             total = total * factor + tl.sum(p, 1)
-            acc = acc * factor[:, None] + weighted(p, v_scale, load_v8(chunk, token, D), False)
+            operand, most = weights(p, v_scale, False)
+            acc = acc * factor[:, None] + tl.dot(operand, load_v8(chunk, token, D)) * most
     store_partial(partial, row, head, part, parts, kv_heads, group, acc, top, total, D)

@@ -27,22 +27,57 @@ def round_to(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def load_k4(chunk, token, D: tl.constexpr):
-    """Key codes 0..15, int8 [TILE, D]."""
-    c = tl.arange(0, D)[None, :]
-    token = token[:, None]
-    place = c // 64 * 512 + token % 8 * 64 + c // 16 % 4 * 16 + c // 4 % 2 * 8 + token // 8 * 4 + c % 4
-    return ((tl.load(chunk[:, None] + place) >> (c // 8 % 2 * 4).to(tl.uint8)) & 15).to(tl.int8)
+def places(tile, first, stop, token, page_table, pages, kv_heads, head, BYTES: tl.constexpr):
+    """(valid, chunk) of TILE tokens; `token`: which of its page's 16 each is. Written so that Triton sees 16 in a row
+    with one chunk, and loads words: hence a mask by whole pages."""
+    page_number = tile // 16 + tl.arange(0, TILE) // 16
+    page = tl.load(page_table + page_number, mask=page_number * 16 < stop, other=0)
+    position = page_number * 16 + token
+    return (position >= first) & (position < stop), pages + (page * kv_heads + head) * BYTES
 
 
 @triton.jit
-def load_v4(chunk, token, D: tl.constexpr):
-    """Value codes 0..15, float16 [TILE, D]."""
-    c = tl.arange(0, D)[None, :]
+def nothing(D: tl.constexpr):
+    """(output, maximum, sum) before the first tile."""
+    return tl.zeros([HEADS, D], tl.float32), tl.full([HEADS], float("-inf"), tl.float32), tl.zeros([HEADS], tl.float32)
+
+
+@triton.jit
+def storage_order():
+    """The token of a page that each of TILE rows is, in the order of INT4 value codes: a word is four rows."""
+    row = tl.arange(0, TILE)
+    return row % 2 * 8 + row // 4 % 4 * 2 + row // 2 % 2
+
+
+@triton.jit
+def load_k4(chunk, token, D: tl.constexpr):
+    """Bytes of key codes, uint8 [TILE, D / 2]: channels `half_channels` in the low nibbles, 8 on in the high ones."""
+    x = tl.arange(0, D // 2)[None, :]
     token = token[:, None]
-    g, j = c // (D // 8), c % (D // 8) // 2
-    place = 8 * D + j // 4 * 512 + (4 * g + token // 2 % 4) * 16 + j % 4 * 4 + token % 2 * 2 + token // 8
-    return ((tl.load(chunk[:, None] + place) >> (c % 2 * 4).to(tl.uint8)) & 15).to(tl.float16)
+    place = x // 32 * 512 + token % 8 * 64 + x // 8 % 4 * 16 + x // 4 % 2 * 8 + token // 8 * 4 + x % 4
+    return tl.load(chunk[:, None] + place)
+
+
+@triton.jit
+def half_channels(D: tl.constexpr):
+    """Channels of the low nibbles of `load_k4`."""
+    x = tl.arange(0, D // 2)
+    return x // 32 * 64 + x // 8 % 4 * 16 + x // 4 % 2 * 4 + x % 4
+
+
+@triton.jit
+def load_v4(chunk, D: tl.constexpr):
+    """Bytes of value codes, uint8 [TILE in storage_order, D / 2]: channels 2x in low nibbles, 2x + 1 in high ones."""
+    x = tl.arange(0, D // 2)[None, :]
+    row = tl.arange(0, TILE)[:, None]
+    place = 8 * D + x % (D // 16) // 4 * 512 + x // (D // 16) * 64 + x % 4 * 4 + row // 4 % 4 * 16 + row % 4
+    return tl.load(chunk[:, None] + place)
+
+
+@triton.jit
+def subnormal(codes):
+    """Codes 0..240 as float16 code * 2^-24: their bits are the number."""
+    return codes.to(tl.int16).to(tl.float16, bitcast=True)
 
 
 @triton.jit
@@ -68,14 +103,19 @@ def load_v8(chunk, token, D: tl.constexpr):
 
 @triton.jit
 def load_query(query, row, head, kv_heads, group, D: tl.constexpr):
-    """Prepared queries of one KV head: (codes int8 [HEADS, D], scale, code sum FP32 [HEADS]); rows past group are 0."""
+    """Of one KV head's prepared queries: (pointers to their rows, live rows, scale, code sum FP32 [HEADS])."""
     heads = tl.arange(0, HEADS)
     live = heads < group
     rows = query + ((row * kv_heads + head) * group + heads) * (D + 16)
-    codes = tl.load(rows[:, None] + tl.arange(0, D)[None, :], mask=live[:, None], other=0)
     tail = (rows + D).to(tl.pointer_type(tl.float32))
-    scale, total = tl.load(tail, mask=live, other=0.0), tl.load(tail + 1, mask=live, other=0.0)
-    return codes.to(tl.int8, bitcast=True), scale, total
+    return rows, live, tl.load(tail, mask=live, other=0.0), tl.load(tail + 1, mask=live, other=0.0)
+
+
+@triton.jit
+def load_codes(rows, live, channel):
+    """INT8 codes of the queries in `rows` at `channel`, [HEADS, channels]; 0 in rows past the group."""
+    codes = tl.load(rows[:, None] + channel[None, :], mask=live[:, None], other=0)
+    return codes.to(tl.int8, bitcast=True)
 
 
 @triton.jit
@@ -93,15 +133,15 @@ def soften(scores, top):
 
 
 @triton.jit
-def weighted(p, v_scale, v, U8: tl.constexpr):
-    """sum p * v_scale * v, [HEADS, D]: P's operand is FP16, or 8-bit, relative to its largest in the tile."""
+def weights(p, v_scale, U8: tl.constexpr):
+    """p * v_scale as (operand FP16 [HEADS, TILE], unit [HEADS, 1]): FP16 or 8-bit, relative to the tile's largest."""
     weights = p * v_scale[None, :]
     most = tl.max(weights, 1)
     relative = weights / tl.where(most == 0, 1.0, most)[:, None]
     if U8:
         steps = ((relative * 255.0 + 12582912.0) - 12582912.0).to(tl.float16)  # integers to 255: exact
-        return tl.dot(steps, v) * (most / 255.0)[:, None]
-    return tl.dot(relative.to(tl.float16), v) * most[:, None]
+        return steps, (most / 255.0)[:, None]
+    return relative.to(tl.float16), most[:, None]
 
 
 @triton.jit
