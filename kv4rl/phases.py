@@ -2,7 +2,8 @@
 
 Before a collection the learner's FP32 masters, AdamW moments and frozen reference go to pinned CPU memory and the
 engine's cache comes back; before learning the cache goes, at addresses that captured graphs keep, and the learner
-returns. The engine's own weights stay: a sync writes them while the learner is there.
+returns. The engine's own weights stay, for a sync writes them while the learner is there, and so does the memory pool
+of its graphs, one step's intermediates.
 """
 
 import resource
@@ -68,11 +69,15 @@ class PhaseController:
     def metrics(self) -> dict[str, float]:
         """`perf/peak_memory_gb/<phase>` of each phase's latest turn, in GB of 1e9 bytes (on a CPU the process's).
 
-        On CUDA `perf/peak_reserved_gb/<phase>` as well.
+        On CUDA `perf/peak_reserved_gb/<phase>` as well, and with an engine `perf/graph_pool_gb`: what its captured
+        graphs keep in every phase (`StepGraphs.pool_bytes` says why).
         """
         self._note_peak()
         named = {"peak_memory_gb": self.peak_bytes, "peak_reserved_gb": self.reserved_bytes}
-        return {f"perf/{name}/{phase}": size / 1e9 for name, sizes in named.items() for phase, size in sizes.items()}
+        found = {f"perf/{name}/{phase}": size / 1e9 for name, sizes in named.items() for phase, size in sizes.items()}
+        if self._cuda and self._engine is not None:
+            found["perf/graph_pool_gb"] = self._engine.graph_pool_bytes / 1e9
+        return found
 
     def within_free(self, rollout: RolloutConfig, kv: KVConfig, shape: CacheShape) -> RolloutConfig:
         """`rollout` with no more pages than the memory that is free now holds, for an engine beside this one's."""

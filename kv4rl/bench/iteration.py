@@ -283,7 +283,7 @@ def unit(metric: str) -> str:
     named = {"learner_tokens_per_s": "tokens/s", "learner_share_of_dense": "share", "cache_pages": "pages"}
     if metric in named:
         return named[metric]
-    return "GB" if "_gb_" in metric else "tokens" if metric.endswith("tokens") else "s"
+    return "GB" if "_gb" in metric else "tokens" if metric.endswith("tokens") else "s"
 
 
 def speedups(found: dict[str, dict[str, list[float]]]) -> dict[str, float]:

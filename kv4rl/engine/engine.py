@@ -121,6 +121,11 @@ class RolloutEngine(BatchingEngine):
             self._flight = None  # its results lie where padding is about to be sampled
             self._graphs.capture_all(self._sampling)
 
+    @property
+    def graph_pool_bytes(self) -> int:
+        """Device memory that captured graphs keep for their intermediates, whether they run or not."""
+        return 0 if self._graphs is None else self._graphs.pool_bytes
+
     def add(self, request: Request) -> None:
         """Queue a request, new or carried.
 

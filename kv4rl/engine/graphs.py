@@ -16,12 +16,27 @@ class StepGraphs:
 
     Weights, cache and buffers are read at the addresses they had at capture: weight syncs write in place, so a graph
     serves every policy version.
+
+    The pool stays while the learner works (`pool_bytes`, logged by `kv4rl.phases`): it is one step's logits and
+    activations. torch-memory-saver gives a graph's memory back only where it was loaded with LD_PRELOAD, and NCCL may
+    have registered the buffers of captured gathers with the peers, who would go on reading the memory they had.
     """
 
     def __init__(self, step: DecodeStep):
         self._step = step
         self._graphs: dict[tuple[StepSize, Sampling], tuple[torch.cuda.CUDAGraph, torch.Tensor]] = {}
         self._pool = None
+        self._stream: torch.cuda.Stream | None = None  # of all captures: a pool's blocks serve the stream they are of
+        self._measured = (0, 0)  # graphs when the pool was last looked at, its bytes
+
+    @property
+    def pool_bytes(self) -> int:
+        """Bytes that the graphs' intermediates keep of the device's memory."""
+        if self._measured[0] != len(self._graphs):
+            segments = torch.cuda.memory_snapshot()
+            mine = [part["total_size"] for part in segments if tuple(part["segment_pool_id"]) == tuple(self._pool)]
+            self._measured = (len(self._graphs), sum(mine))
+        return self._measured[1]
 
     def run(self, size: StepSize, sampling: Sampling) -> torch.Tensor:
         """As `DecodeStep.run`, on what `load` put into the buffers."""
@@ -44,7 +59,7 @@ class StepGraphs:
 
     def _capture(self, size: StepSize, sampling: Sampling) -> tuple[torch.cuda.CUDAGraph, torch.Tensor]:
         """Warm up on a side stream, then record. A step may run twice: it writes and draws the same again."""
-        stream = torch.cuda.Stream()
+        stream = self._stream = self._stream or torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(WARM_UPS):

@@ -101,3 +101,26 @@ def test_a_sync_between_turns_passes_its_checks(decoder, engine_of):
         assert sync(learner, engine, version)["sync/canary_difference"] < 1
         assert phases.metrics()["perf/peak_memory_gb/learn"] > 0
         phases.enter("collect")
+
+
+def test_graphs_of_all_buckets_keep_no_more_memory_than_the_largest_ones_and_it_is_logged():
+    """Blocks of a pool serve the stream they were allocated on: with a stream a capture nothing would be shared."""
+    sizes = {"hidden_size": 256, "intermediate_size": 512, "num_hidden_layers": 1, "vocab_size": 1 << 17}
+    heads = {"num_attention_heads": 2, "num_key_value_heads": 1, "head_dim": 128}
+    config = DecoderConfig.from_hf(Qwen3Config(**sizes, **heads, max_position_embeddings=256))
+    decoder = Decoder.random(config, seed=0, device="cpu").cuda()
+    limits = RolloutConfig(
+        max_active_requests=64, step_tokens=256, workspace_tokens=2048, cache_pages=200, max_prompt_tokens=100,
+        max_response_tokens=100,
+    )  # fmt: skip
+    pools = []
+    for buckets in ((64,), (16, 32, 48, 64)):  # logits of a step: 33.6 MB at 64 rows, 84 MB at all four
+        twin = cast_copy(decoder, torch.bfloat16)
+        engine = RolloutEngine(twin, KVConfig("kv4rl"), limits, eos_token_ids=(), buckets=buckets)
+        assert engine.graph_pool_bytes == 0
+        engine.capture()
+        pools.append(engine.graph_pool_bytes)
+    assert 64 * 4 * (1 << 17) <= pools[0] <= pools[1] <= 1.5 * pools[0]
+    phases = PhaseController(GRPOLearner(decoder, GRPOConfig(kl_coefficient=0)), torch.device("cuda"), take_turns=False)
+    phases.attach(engine)
+    assert phases.metrics()["perf/graph_pool_gb"] == pools[1] / 1e9
