@@ -92,6 +92,7 @@ class Layout:
     tensor_parallel: int
     model: str | None = None  # None: the tiny one, whose single KV head nothing divides
     updates: int = 6
+    more: tuple[str, ...] = ()  # flags
 
     @property
     def ranks(self) -> int:
@@ -99,7 +100,7 @@ class Layout:
 
     def flags(self, model: str, output_dir: Path) -> list[str]:
         split = ["--tensor_parallel", str(self.tensor_parallel)]
-        return flags(self.model or model, output_dir, self.updates) + split
+        return [*flags(self.model or model, output_dir, self.updates), *split, *self.more]
 
     def command(self, model: str, output_dir: Path) -> list[str]:
         """The same under torchrun, which wants a file."""
@@ -111,6 +112,7 @@ class Layout:
 
 TWO = Layout(1)
 FOUR = Layout(2, "mini-qwen3", updates=4)  # DP2 x TP2 over FSDP2 x 4: the paper's own on four GPUs (Table A1)
+ON_GPUS = ("--device", "auto", "--memory", "phased", "--kv.sink_tokens", "16", "--kv.recent_tokens", "128")
 
 
 def run_to_end(words: list[str]) -> None:
@@ -219,3 +221,23 @@ def test_two_replicas_hold_prompts_of_their_own_and_one_rank_cannot_take_them_ov
     words = flags(layout.model or tiny_model, run, layout.updates)
     done = subprocess.run([sys.executable, "-c", MAIN, *words], capture_output=True, text=True)
     assert done.returncode == 2 and "replicas=1: expected 2" in done.stderr
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices")
+@pytest.mark.timeout(300)
+def test_two_gpus_end_within_a_minute_of_a_kill_and_the_same_command_goes_on(tmp_path):
+    """DP2 x TP1: NCCL in place of gloo, graphs, and memory that engine and learner take turns with."""
+    layout, run = Layout(1, "mini-qwen3", updates=12, more=ON_GPUS), tmp_path / "run"
+    words = layout.command("", run)
+    process = subprocess.Popen(words, **QUIET)
+    wait_for_lines(process, run, 4)
+    os.kill(rank_processes(process)[1], signal.SIGKILL)
+    assert process.wait(60) != 0
+    run_to_end(words)
+    assert [line["update"] for line in read_metrics(run)] == list(range(layout.updates + 1))
+    first, second = (
+        {group["prompt"]["prompt_id"] for group in collector["groups"]}
+        for collector in newest(run, layout.flags("", run)).run["collectors"]
+    )
+    assert first and second and not first & second
