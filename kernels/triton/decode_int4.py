@@ -13,6 +13,7 @@ from kv4rl.kernels.triton.tiles import (
     half_channels,
     load_codes,
     load_k4,
+    load_pair,
     load_query,
     load_v4,
     nearest_bf16,
@@ -42,11 +43,9 @@ def attend_main(
     if first < stop:
         for tile in range(start, stop, TILE):
             valid, chunk = places(tile, first, stop, token, table, pages, kv_heads, head, 16 * D + 128)
-            numbers = (chunk + 16 * D).to(tl.pointer_type(tl.float16)) + 4 * token
-            k_scale = tl.load(numbers, mask=valid, other=0.0).to(tl.float32)
-            k_offset = tl.load(numbers + 1, mask=valid, other=0.0).to(tl.float32)
-            v_scale = tl.load(numbers + 2, mask=valid, other=0.0).to(tl.float32)
-            v_offset = tl.load(numbers + 3, mask=valid, other=0.0).to(tl.float32)
+            numbers = chunk + 16 * D + 8 * token
+            k_scale, k_offset = load_pair(numbers, valid)
+            v_scale, v_offset = load_pair(numbers + 4, valid)
             k, v = load_k4(chunk, token, D), load_v4(chunk, D)
             dots = tl.dot(q_low, tl.trans((k & 15).to(tl.int8))) + tl.dot(q_high, tl.trans((k >> 4).to(tl.int8)))
             scores = (dots.to(tl.float32) * k_scale[None, :] + q_sum[:, None] * k_offset[None, :]) * unit

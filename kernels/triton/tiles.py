@@ -27,13 +27,19 @@ def round_to(x, dtype: tl.constexpr):
 
 
 @triton.jit
-def places(tile, first, stop, token, page_table, pages, kv_heads, head, BYTES: tl.constexpr):
-    """(valid, chunk) of TILE tokens; `token`: which of its page's 16 each is. Written so that Triton sees 16 in a row
-    with one chunk, and loads words: hence a mask by whole pages."""
-    page_number = tile // 16 + tl.arange(0, TILE) // 16
+def chunks(page_number, stop, page_table, pages, kv_heads, head, BYTES: tl.constexpr):
+    """The chunk of each page number of a request. Masked by whole pages: Triton then sees that tokens share one."""
     page = tl.load(page_table + page_number, mask=page_number * 16 < stop, other=0)
+    return pages + (page * kv_heads + head) * BYTES
+
+
+@triton.jit
+def places(tile, first, stop, token, page_table, pages, kv_heads, head, BYTES: tl.constexpr):
+    """(valid, chunk) of TILE tokens; `token`: which of its page's 16 each is."""
+    page_number = tile // 16 + tl.arange(0, TILE) // 16
     position = page_number * 16 + token
-    return (position >= first) & (position < stop), pages + (page * kv_heads + head) * BYTES
+    valid = (position >= first) & (position < stop)
+    return valid, chunks(page_number, stop, page_table, pages, kv_heads, head, BYTES)
 
 
 @triton.jit
@@ -91,14 +97,27 @@ def load_k8(chunk, token, D: tl.constexpr):
 
 
 @triton.jit
-def load_v8(chunk, token, D: tl.constexpr):
-    """Value codes, float16 [TILE, D]."""
-    c = tl.arange(0, D)[None, :]
-    token = token[:, None]
-    g, r = c // (D // 8), c % (D // 8)
-    lane = 4 * g + token // 2 % 4
-    place = 16 * D + r // 4 * 512 + lane * 16 + r // 2 % 2 * 8 + token // 8 * 4 + r % 2 * 2 + token % 2
-    return tl.load(chunk[:, None] + place).to(tl.int8, bitcast=True).to(tl.float16)
+def load_v8(chunk, D: tl.constexpr):
+    """Words of value codes, int32 [TILE / 2, D / 2]: of two tokens (bytes 0, 1) in channel 2x, then in 2x + 1."""
+    x = tl.arange(0, D // 2)[None, :]
+    row = tl.arange(0, TILE // 2)[:, None]
+    place = 4 * D + x % (D // 16) // 2 * 128 + x // (D // 16) * 16 + x % 2 * 2 + row % 4 * 4 + row // 4 % 2
+    return tl.load(chunk[:, None].to(tl.pointer_type(tl.int32)) + place)
+
+
+@triton.jit
+def signed_byte(words, SHIFT: tl.constexpr):
+    """A byte of each word, -128..127, as float16: its bits with the sign turned are the last of 1024 + 128 + code."""
+    bits = ((words >> SHIFT) & 255) ^ 0x6480
+    return bits.to(tl.int16).to(tl.float16, bitcast=True) - 1152.0
+
+
+@triton.jit
+def load_pair(numbers, valid):
+    """Two neighbouring FP16 numbers of each token as FP32, in one word: Triton does not load fewer bytes ahead."""
+    words = tl.load(numbers.to(tl.pointer_type(tl.int32)), mask=valid, other=0)
+    low, high = (words & 0xFFFF).to(tl.int16), (words >> 16).to(tl.int16)
+    return low.to(tl.float16, bitcast=True).to(tl.float32), high.to(tl.float16, bitcast=True).to(tl.float32)
 
 
 @triton.jit
@@ -137,7 +156,7 @@ def weights(p, v_scale, U8: tl.constexpr):
     """p * v_scale as (operand FP16 [HEADS, TILE], unit [HEADS, 1]): FP16 or 8-bit, relative to the tile's largest."""
     weights = p * v_scale[None, :]
     most = tl.max(weights, 1)
-    relative = weights / tl.where(most == 0, 1.0, most)[:, None]
+    relative = weights * tl.where(most < 1e-37, 0.0, 1.0 / most)[:, None]  # less weighs nothing beside p = 1
     if U8:
         steps = ((relative * 255.0 + 12582912.0) - 12582912.0).to(tl.float16)  # integers to 255: exact
         return steps, (most / 255.0)[:, None]

@@ -13,6 +13,7 @@ from kv4rl.attention.backends import BackendUnavailable
 from kv4rl.config import PAGE_TOKENS
 
 CHUNK = 1024  # tokens of one part
+SHAPE = {"num_warps": 4, "num_stages": 3}  # of a decode launch: warps of a program, tiles loaded ahead
 QUERY_TAIL = 16  # bytes after the codes of a prepared query row (kernels/cuda/layout.cuh)
 INTERPRET = "TRITON_INTERPRET"
 
@@ -91,10 +92,10 @@ def attend(cache, layer: int, prepared: torch.Tensor, batch) -> tuple[torch.Tens
     if kv.precision == "bf16":
         args = (prepared, storage.view(cache.main.dtype), table, batch.context_tokens, partial, *heads, scale)
         precision = "ieee" if cache.main.dtype == torch.float32 else "tf32"
-        bf16.decode_bf16_kernel[grid](*args, CHUNK=CHUNK, D=d, PRECISION=precision)
+        bf16.decode_bf16_kernel[grid](*args, CHUNK=CHUNK, D=d, PRECISION=precision, **SHAPE)
     elif kv.precision == "kv8":
         args = (prepared, storage, table, batch.context_tokens, partial, *heads, scale)
-        int8.decode_int8_kernel[grid](*args, CHUNK=CHUNK, D=d)
+        int8.decode_int8_kernel[grid](*args, CHUNK=CHUNK, D=d, **SHAPE)
     else:
         side = cache.side
         buffers = (side.k_codes, side.v_codes, side.k_scale, side.v_scale) if protected else (cache.main.storage,) * 4
@@ -102,7 +103,7 @@ def attend(cache, layer: int, prepared: torch.Tensor, batch) -> tuple[torch.Tens
         int4.decode_int4_kernel[grid](
             prepared, storage, table, batch.context_tokens, batch.slots, *(x[layer] for x in buffers), partial,
             *heads, sink, recent, scale,
-            PROTECTED=protected, CHUNK=CHUNK, U8=kv.probability_operand == "u8", D=d,
+            PROTECTED=protected, CHUNK=CHUNK, U8=kv.probability_operand == "u8", D=d, **SHAPE,
         )  # fmt: skip
     out = torch.empty(rows, shape.query_heads, d, dtype=shape.dtype, device=device)
     lse = torch.empty(rows, shape.query_heads, dtype=torch.float32, device=device)
