@@ -23,14 +23,17 @@ __device__ __forceinline__ void decode(DecodeArguments const& a) {
     barriers_ready();
   }
   __syncthreads();
-  await_previous_launch();
-  let_next_launch_begin();
   int const warp = __shfl_sync(~0u, threadIdx.x / kWarp, 0), lane = lane_index();
   Block const block{a, base, address, lane};
   if (warp == C::W) {
     Producer<C> producer{block};
+    producer.prepare();
+    await_previous_launch();
+    let_next_launch_begin();
     producer.run();
   } else {
+    await_previous_launch();
+    let_next_launch_begin();
     Consumer<C> consumer{block, warp};
     consumer.run();
   }

@@ -15,11 +15,16 @@ struct PlanArguments {
 };
 
 constexpr int kPlanThreads = 1024;
-constexpr int kBuckets = 128;  // by weight; the last bucket takes all that is heavier
+constexpr int kBuckets = 128, kBucketWeight = 2;  // by weight; the last bucket takes all that is heavier
 
-__device__ __forceinline__ int bucket_of(Tiles const& t, int chunks) {
-  int const weight = (t.weight() + chunks - 1) / chunks;
-  return weight < kBuckets ? weight : kBuckets - 1;
+struct Chunk {
+  int first_tile, last_tile, bucket;
+};
+
+__device__ __forceinline__ Chunk chunk_of(Tiles const& t, int i, int chunks, int chunk_weight) {
+  int const first = chunk_start(t, i, chunks, chunk_weight), last = chunk_start(t, i + 1, chunks, chunk_weight);
+  int const bucket = (t.start_weight(last) - t.start_weight(first)) / kBucketWeight;
+  return {first, last, bucket < kBuckets ? bucket : kBuckets - 1};
 }
 
 extern "C" __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanArguments const a) {
@@ -31,7 +36,7 @@ extern "C" __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanArgum
   for (int row = threadIdx.x; row < a.rows; row += kPlanThreads) {
     Tiles const t = tiles_of(static_cast<int>(a.context_tokens[row]), a.sink, a.recent);
     int const chunks = chunk_count(t, a.chunk_weight);
-    atomicAdd(&place[bucket_of(t, chunks)], chunks);
+    for (int i = 0; i < chunks; ++i) atomicAdd(&place[chunk_of(t, i, chunks, a.chunk_weight).bucket], 1);
   }
   __syncthreads();
   if (threadIdx.x == 0) {  // exclusive sum, heaviest bucket first
@@ -48,13 +53,15 @@ extern "C" __global__ void __launch_bounds__(kPlanThreads) plan_kernel(PlanArgum
     int const context = static_cast<int>(a.context_tokens[row]);
     Tiles const t = tiles_of(context, a.sink, a.recent);
     int const chunks = chunk_count(t, a.chunk_weight);
-    int const first = atomicAdd(&place[bucket_of(t, chunks)], chunks);
     int const partial = chunks > 1 ? atomicAdd(&partials, chunks) : -1;
     int const slot = a.slots == nullptr ? 0 : static_cast<int>(a.slots[row]);
-    for (int i = 0; i < chunks; ++i)
-      a.units[first + i] = {row, context, slot, chunk_start(t, i, chunks), chunk_start(t, i + 1, chunks), i, chunks,
-                            partial};
+    for (int i = 0; i < chunks; ++i) {
+      Chunk const chunk = chunk_of(t, i, chunks, a.chunk_weight);
+      a.units[atomicAdd(&place[chunk.bucket], 1)] = {row, context, slot, chunk.first_tile, chunk.last_tile, i, chunks,
+                                                     partial};
+    }
   }
+  __threadfence();  // decode reads units before it waits for the launch before it (Producer::prepare)
 }
 
 extern "C" int launch_plan(PlanArguments const* arguments, cudaStream_t stream) {

@@ -10,6 +10,9 @@ namespace kv4rl {
 // Side tiles cost two pages each (INT8 against INT4), so a chunk is measured in page weights.
 constexpr int kSideWeight = 2;
 constexpr int kMaxChunks = 32;  // beyond kMaxChunks * chunk_weight pages, chunks grow instead
+// Chunks of so many pages and more belong to caches with many requests: their sizes are graded, below they are equal.
+constexpr int kGradedWeight = 128;
+constexpr int kGradedChunks = 3;  // the last ones of a request, as 5 : 3 : 1
 
 // Tiles of one request: side tiles (16 entries of the side buffer) first, then main pages.
 struct Tiles {
@@ -37,14 +40,24 @@ __host__ __device__ inline Tiles tiles_of(int context, int sink, int recent) {
 }
 
 __host__ __device__ inline int chunk_count(Tiles const& t, int chunk_weight) {
-  // A request that must be split anyway is split a little finer: the last blocks then end closer together.
-  int const wanted = t.weight() <= chunk_weight ? 1 : (3 * t.weight() + 2 * chunk_weight - 1) / (2 * chunk_weight);
-  return wanted < 1 ? 1 : wanted > kMaxChunks ? kMaxChunks : wanted;
+  if (t.weight() <= chunk_weight) return 1;
+  // Equal chunks of a request that must be split anyway are a little finer: the last blocks then end closer together.
+  int const finer = chunk_weight < kGradedWeight ? 3 : 2;
+  int const wanted = (finer * t.weight() + 2 * chunk_weight - 1) / (2 * chunk_weight);
+  return wanted > kMaxChunks ? kMaxChunks : wanted;
 }
 
-// First tile of chunk i of k: chunks are equal in weight, up to one tile.
-__host__ __device__ inline int chunk_start(Tiles const& t, int i, int k) {
-  int const weight = static_cast<int>(static_cast<int64_t>(t.weight()) * i / k);
+// Page weights before chunk i of k. Graded chunks are equal but for the last three, 5/9, 3/9 and 1/9 of what is left
+// for them (of two, 3/4 and 1/4): the heaviest run first, and the small ones fill the end of the grid.
+__host__ __device__ inline int weight_before(int weight, int i, int k, int chunk_weight) {
+  int const graded = k < kGradedChunks ? k : kGradedChunks, rest = k - i;
+  if (chunk_weight < kGradedWeight || rest >= graded) return static_cast<int>(int64_t{weight} * i / k);
+  return weight - static_cast<int>(int64_t{weight} * rest * rest / (k * graded));
+}
+
+// First tile of chunk i of k, up to one tile.
+__host__ __device__ inline int chunk_start(Tiles const& t, int i, int k, int chunk_weight) {
+  int const weight = weight_before(t.weight(), i, k, chunk_weight);
   int const side_weight = kSideWeight * t.side;
   return weight <= side_weight ? (weight + kSideWeight - 1) / kSideWeight : t.side + weight - side_weight;
 }

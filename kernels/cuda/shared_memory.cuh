@@ -36,6 +36,12 @@ __device__ __forceinline__ uint4 load_in_order_16(void const* global) {
   return w;
 }
 
+__device__ __forceinline__ int64_t load_in_order_8(void const* global) {
+  int64_t w;
+  asm volatile("ld.volatile.global.s64 %0, [%1];" : "=l"(w) : "l"(global) : "memory");
+  return w;
+}
+
 __device__ __forceinline__ int load_in_order_4(void const* global) {
   int w;
   asm volatile("ld.volatile.global.s32 %0, [%1];" : "=r"(w) : "l"(global) : "memory");

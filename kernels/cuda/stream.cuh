@@ -29,11 +29,18 @@ struct Producer : Block {
   Cursor<C::R> row;
   Cursor<kItemsAhead> item;
 
-  __device__ __forceinline__ void run() {
+  // What neither this layer's launches nor the layer before wrote, the plan and the page table, is read while the launch
+  // before this one ends; past the first-level cache, which that launch filled.
+  __device__ __forceinline__ void prepare() {
     stream = evict_first_policy();
-    tickets = a.counters->units * a.kv_heads;
-    Upcoming now = look_up(blockIdx.x);
-    read_ahead(now);
+    tickets = load_in_order_4(&a.counters->units) * a.kv_heads;
+    next = look_up(blockIdx.x);
+    read_pages(next);
+  }
+
+  __device__ __forceinline__ void run() {
+    read_scales(next);
+    Upcoming now = next;
     while (now.item.head >= 0) {
       announce(now);
       asked = 0;
@@ -88,15 +95,28 @@ struct Producer : Block {
   __device__ __forceinline__ Upcoming look_up(int ticket) const {
     Upcoming it;
     it.item.head = -1;
-    if (ticket < tickets) it.item = Item{a.units[ticket / a.kv_heads], ticket % a.kv_heads, {}};
+    if (ticket >= tickets) return it;
+    Unit const* const unit = a.units + ticket / a.kv_heads;
+    uint4 const words[2] = {load_in_order_16(unit), load_in_order_16(reinterpret_cast<uint4 const*>(unit) + 1)};
+    it.item.head = ticket % a.kv_heads;
+    memcpy(&it.item.unit, words, sizeof(Unit));
     return it;
   }
 
   __device__ __forceinline__ void read_ahead(Upcoming& it) const {
+    read_pages(it);
+    read_scales(it);
+  }
+
+  __device__ __forceinline__ void read_pages(Upcoming& it) const {
     if (it.item.head < 0) return;
     Unit const& unit = it.item.unit;
     it.tiles = tiles_of(unit.context, a.sink, a.recent);
-    it.pages = lane < min(kBatch, page_count(it)) ? page_ids(it)[lane] : 0;
+    it.pages = lane < min(kBatch, page_count(it)) ? load_in_order_8(page_ids(it) + lane) : 0;
+  }
+
+  __device__ __forceinline__ void read_scales(Upcoming& it) const {
+    if (it.item.head < 0) return;
     if constexpr (C::kProtected)
 #pragma unroll
       for (int i = 0; i < Upcoming::kScales; ++i) it.scales[i] = side_scales(it, i * kWarp + lane);

@@ -7,6 +7,8 @@ import torch
 
 from kv4rl.config import require
 
+GRADED_WEIGHT = 128  # schedule.cuh: kGradedWeight
+FEW_ITEMS = 1200  # requests x KV heads: about three for each block of an H200
 CHUNK_WEIGHTS = (16, 192)  # least and most pages (3,072 tokens) of a work item, until a request has MAX_CHUNKS of them
 MAX_CHUNKS = 32  # schedule.cuh: kMaxChunks
 UNIT_BYTES = 32  # schedule.cuh: Unit
@@ -68,13 +70,15 @@ def chunk_weight_of(num_slots: int, kv_heads: int) -> int:
     A constant of the cache, so that a request's bits depend on its own length alone, in any batch over that cache.
     """
     least, most = CHUNK_WEIGHTS
-    return max(least, min(most, 3 * num_slots * kv_heads // 4))
+    items = num_slots * kv_heads
+    return max(least, min(GRADED_WEIGHT if items < FEW_ITEMS else most, 3 * items // 4))
 
 
 def most_chunks(max_pages: int, regions: tuple[int, int], chunk_weight: int) -> int:
     """Upper bound on the chunks of a request of at most `max_pages` pages (schedule.cuh: chunk_count)."""
     weight = max_pages + 2 * -(-sum(regions) // 16)
-    return 1 if weight <= chunk_weight else min(MAX_CHUNKS, -(-3 * weight // (2 * chunk_weight)))
+    finer = 3 if chunk_weight < GRADED_WEIGHT else 2
+    return 1 if weight <= chunk_weight else min(MAX_CHUNKS, -(-finer * weight // (2 * chunk_weight)))
 
 
 def _require_dense_heads(name: str, x: torch.Tensor) -> None:

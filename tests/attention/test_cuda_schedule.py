@@ -23,7 +23,7 @@ extern "C" void tiles(int n, int s, int w, int* out) {
 extern "C" int chunks(int n, int s, int w, int weight, int* starts) {
   Tiles t = tiles_of(n, s, w);
   int const k = chunk_count(t, weight);
-  for (int i = 0; i <= k; ++i) starts[i] = chunk_start(t, i, k);
+  for (int i = 0; i <= k; ++i) starts[i] = chunk_start(t, i, k, weight);
   return k;
 }
 """
@@ -67,8 +67,8 @@ def test_every_position_is_read_exactly_once(schedule, s, w):
 
 
 @pytest.mark.parametrize(("s", "w"), WIDTHS)
-@pytest.mark.parametrize("weight", [4, 64, 192])
-def test_chunks_cover_all_tiles_in_order_and_evenly(schedule, s, w, weight):
+@pytest.mark.parametrize("weight", [4, 64, 128, 192])
+def test_chunks_cover_all_tiles_in_order_evenly_or_graded(schedule, s, w, weight):
     starts = (ctypes.c_int * (cuda_arguments.MAX_CHUNKS + 1))()
     for n in LENGTHS:
         k = schedule.chunks(n, s, w, weight, starts)
@@ -83,7 +83,13 @@ def test_chunks_cover_all_tiles_in_order_and_evenly(schedule, s, w, weight):
 
         parts = [cost(a, b) for a, b in itertools.pairwise(bounds)]
         assert sum(parts) == t["weight"]
-        assert max(parts) - min(parts) <= 3
+        if weight < cuda_arguments.GRADED_WEIGHT:
+            assert max(parts) - min(parts) <= 3
+        else:
+            last = min(k, 3)
+            shares = [1] * (k - last) + [last * (2 * j - 1) / last**2 for j in range(last, 0, -1)]  # of weight / k
+            for part, share in zip(parts, shares, strict=True):
+                assert abs(part - t["weight"] * share / k) <= 3
 
 
 def test_a_short_context_is_one_chunk(schedule):
