@@ -60,6 +60,7 @@ def write_kv(cache, layer: int, q, k, v, where) -> torch.Tensor | None:
           if side.entries else (unused,) * 4),
         *places, shape.query_heads, shape.kv_heads, side.entries,
         QUERIES=q is not None, KEYS=k is not None, INT8=cache.kv.precision == "kv8", D=shape.head_dim,
+        enable_fp_fusion=False,  # codes are the reference's: each operation rounds
     )  # fmt: skip
     return prepared
 
