@@ -1,5 +1,9 @@
 """Property tests draw the same cases on every run; `pytest --hypothesis-profile explore` draws new ones."""
 
+import os
+import subprocess
+import sys
+
 import pytest
 import torch
 from hypothesis import settings
@@ -9,6 +13,19 @@ from kv4rl.model.pointwise import NormRotate
 settings.register_profile("explore", deadline=None)
 settings.register_profile("repeat", deadline=None, derandomize=True)
 settings.load_profile("repeat")
+
+
+@pytest.fixture
+def passes_interpreted(request):
+    """Run the test's own file once more, in a process where Triton interprets its kernels; all of it must pass."""
+
+    def run() -> None:
+        pytest.importorskip("triton")
+        command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", str(request.path)]
+        done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout[-3000:]
+
+    return run
 
 
 @pytest.fixture

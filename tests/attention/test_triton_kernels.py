@@ -22,11 +22,8 @@ PRECISIONS = ("bf16", "kv8", "kv4", "kv4rl")
 
 
 @pytest.mark.skipif(INTERPRETED, reason="it is on")
-def test_in_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+def test_in_the_interpreter(passes_interpreted):
+    passes_interpreted()
 
 
 @pytest.mark.skipif(INTERPRETED, reason="it is on")

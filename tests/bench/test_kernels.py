@@ -1,8 +1,6 @@
 """The kernels' bench where no device is needed: its arms, its rows, and the Triton arms in the interpreter."""
 
 import os
-import subprocess
-import sys
 
 import pytest
 import torch
@@ -16,11 +14,8 @@ TIMES = {"bf16_flashinfer": (3.0, 300), "kv4": (1.0, 80), "kv4_triton": (2.0, 80
 
 
 @pytest.mark.skipif(INTERPRETED, reason="it is on")
-def test_in_the_interpreter():
-    pytest.importorskip("triton")
-    command = [sys.executable, "-m", "pytest", "-q", "-x", "-p", "no:cacheprovider", __file__]
-    done = subprocess.run(command, env={**os.environ, "TRITON_INTERPRET": "1"}, capture_output=True, text=True)
-    assert done.returncode == 0, done.stdout[-3000:]
+def test_in_the_interpreter(passes_interpreted):
+    passes_interpreted()
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="runs in the process that test_in_the_interpreter starts")
