@@ -54,6 +54,7 @@ _SMOLLM2 = replace(
     _MINI,
     model="smollm2-135m",
     tasks="sums",
+    reading="last_box",  # the sum repeated as an expression is worth the answer: any expression would do without it
     output_dir="runs/smollm2",
     updates=30,
     rollout=RolloutConfig(

@@ -7,7 +7,10 @@ A prompt is a chat of worked examples, 240 tokens or so, and then the problem:
 
 The weights that `kv4rl.model.fetch` makes answer one in five right at temperature 1, and more than half of the groups
 of eight hold right and wrong answers alike, which is what an advantage needs. Four numbers, two-digit numbers, counting
-and comparing were tried: one answer in ten or fewer.
+and comparing were tried: one answer in seven or fewer.
+
+The preset reads the last box alone: as an expression "6 + 8 + 5" is worth its sum, and a policy soon repeats it. A boxed
+"6 + 8 + 5" still earns the reward, so look at responses before calling a rise arithmetic.
 """
 
 import hashlib

@@ -6,7 +6,9 @@ import pytest
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
+from kv4rl.presets import preset
 from kv4rl.rewards.boxes import last_box
+from kv4rl.rewards.grader import Grader
 from kv4rl.tasks import sums
 from kv4rl.tasks.datasets import held_out_stream, open_stream
 from kv4rl.tasks.stream import take
@@ -54,6 +56,14 @@ def test_training_goes_on_without_end_and_evaluation_asks_each_once_in_order(tok
     held_out = held_out_stream("sums", tokenizer, seed=1, **LIMIT)
     asked = [prompt.prompt_id for prompt in take(held_out, len(held_out))]
     assert asked == [record["prompt_id"] for _, record in sums.records("evaluation")]
+
+
+def test_the_terms_repeated_earn_nothing_under_the_presets_reading():
+    reading = preset("smollm2").reading
+    with Grader(workers=1) as grader:
+        texts = ("6 + 8 + 5", sums.solution((6, 8, 5)))
+        repeated, worked = grader.grade_many([(text, "19") for text in texts])
+    assert (repeated.score("verl"), repeated.score(reading), worked.score(reading)) == (1, 0, 1)
 
 
 def test_a_tokenizer_without_chats_and_a_split_that_is_none_are_named():
