@@ -9,8 +9,8 @@ The weights that `kv4rl.model.fetch` makes answer one in five right at temperatu
 of eight hold right and wrong answers alike, which is what an advantage needs. Four numbers, two-digit numbers, counting
 and comparing were tried: one answer in seven or fewer.
 
-The preset reads the last box alone: as an expression "6 + 8 + 5" is worth its sum, and a policy soon repeats it. A boxed
-"6 + 8 + 5" still earns the reward, so look at responses before calling a rise arithmetic.
+The preset reads the last box alone: as an expression "6 + 8 + 5" is worth its sum, which a policy soon finds out. A
+boxed "6 + 8 + 5" still earns the reward, so look at responses before calling a rise arithmetic.
 """
 
 import hashlib
