@@ -42,6 +42,12 @@ __device__ __forceinline__ int64_t load_in_order_8(void const* global) {
   return w;
 }
 
+__device__ __forceinline__ uint16_t load_in_order_2(void const* global) {
+  uint16_t w;
+  asm volatile("ld.volatile.global.u16 %0, [%1];" : "=h"(w) : "l"(global) : "memory");
+  return w;
+}
+
 __device__ __forceinline__ int load_in_order_4(void const* global) {
   int w;
   asm volatile("ld.volatile.global.s32 %0, [%1];" : "=r"(w) : "l"(global) : "memory");

@@ -115,11 +115,23 @@ struct Producer : Block {
     it.pages = lane < min(kBatch, page_count(it)) ? load_in_order_8(page_ids(it) + lane) : 0;
   }
 
+  // All loads are on their way before the first is waited for: each under a condition of its own, they would wait in turn.
   __device__ __forceinline__ void read_scales(Upcoming& it) const {
-    if (it.item.head < 0) return;
-    if constexpr (C::kProtected)
+    if constexpr (C::kProtected) {
+      int const valid = it.item.head < 0 ? 0 : side_valid(it);
+      uint16_t k[Upcoming::kScales] = {}, v[Upcoming::kScales] = {};
+      if (valid > 0) {
+        int64_t const row = side_row(it);
 #pragma unroll
-      for (int i = 0; i < Upcoming::kScales; ++i) it.scales[i] = side_scales(it, i * kWarp + lane);
+        for (int i = 0; i < Upcoming::kScales; ++i) {
+          int64_t const at = row + min(i * kWarp + lane, valid - 1);
+          k[i] = load_in_order_2(a.side_k_scale + at), v[i] = load_in_order_2(a.side_v_scale + at);
+        }
+      }
+#pragma unroll
+      for (int i = 0; i < Upcoming::kScales; ++i)
+        it.scales[i] = pair_of(i * kWarp + lane < valid ? k[i] : 0, i * kWarp + lane < valid ? v[i] : 0);
+    }
   }
 
   __device__ __forceinline__ int first_page(Upcoming const& it) const {  // of the main region's
@@ -139,10 +151,17 @@ struct Producer : Block {
     return (int64_t(it.item.unit.slot) * a.kv_heads + it.item.head) * (a.sink + a.recent);
   }
 
+  __device__ __forceinline__ int side_valid(Upcoming const& it) const {
+    return it.item.unit.first_tile < it.tiles.side ? min(a.sink + a.recent, it.item.unit.context) : 0;
+  }
+
+  __device__ __forceinline__ static __half2 pair_of(uint16_t k, uint16_t v) {
+    return __halves2half2(__ushort_as_half(k), __ushort_as_half(v));
+  }
+
   // (k_scale, v_scale) of a side entry, 0 where there is none.
   __device__ __forceinline__ __half2 side_scales(Upcoming const& it, int entry) const {
-    int const valid = it.item.unit.first_tile < it.tiles.side ? min(a.sink + a.recent, it.item.unit.context) : 0;
-    if (entry >= valid) return __half2half2(__ushort_as_half(0));
+    if (entry >= side_valid(it)) return pair_of(0, 0);
     int64_t const at = side_row(it) + entry;
     return __halves2half2(a.side_k_scale[at], a.side_v_scale[at]);
   }

@@ -8,7 +8,7 @@ import torch
 from kv4rl.config import require
 
 GRADED_WEIGHT = 128  # schedule.cuh: kGradedWeight
-FEW_ITEMS = 1200  # requests x KV heads: about three for each block of an H200
+FEW_ITEMS, FEW_WEIGHT = 1200, 132  # requests x KV heads: about three for each block of an H200; pages of theirs then
 CHUNK_WEIGHTS = (16, 192)  # least and most pages (3,072 tokens) of a work item, until a request has MAX_CHUNKS of them
 MAX_CHUNKS = 32  # schedule.cuh: kMaxChunks
 UNIT_BYTES = 32  # schedule.cuh: Unit
@@ -71,7 +71,7 @@ def chunk_weight_of(num_slots: int, kv_heads: int) -> int:
     """
     least, most = CHUNK_WEIGHTS
     items = num_slots * kv_heads
-    return max(least, min(GRADED_WEIGHT if items < FEW_ITEMS else most, 3 * items // 4))
+    return max(least, min(FEW_WEIGHT if items < FEW_ITEMS else most, 3 * items // 4))
 
 
 def most_chunks(max_pages: int, regions: tuple[int, int], chunk_weight: int) -> int:

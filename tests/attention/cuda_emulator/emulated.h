@@ -25,6 +25,7 @@ inline uint2 load_shared_8(uint32_t address) { return load_shared<uint2>(address
 inline uint32_t load_shared_4(uint32_t address) { return load_shared<uint32_t>(address); }
 inline uint4 load_in_order_16(void const* global) { return *static_cast<uint4 const*>(global); }
 inline int64_t load_in_order_8(void const* global) { return *static_cast<int64_t const*>(global); }
+inline uint16_t load_in_order_2(void const* global) { return *static_cast<uint16_t const*>(global); }
 inline int load_in_order_4(void const* global) { return *static_cast<int const*>(global); }
 inline int lane_index() { return emulator::machine().lane(); }
 
