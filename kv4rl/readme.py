@@ -95,9 +95,14 @@ def kernels(rows: Path = RESULTS) -> str:
         kinds[f"1 to {SMALL_BATCH} requests of 1k to 32k"] = small
         parts = [_ranges(title, of_kind) for title, of_kind in kinds.items() if of_kind]
         if parts:
-            run = latest(mine)
-            lines.append(f"- {heads}: {'; '.join(parts)} ({run['hardware']}, {run['date']}, {run['commit']}).")
+            lines.append(f"- {heads}: {'; '.join(parts)} ({_origin(mine)}).")
     return "\n".join(lines)
+
+
+def _origin(rows: list[dict[str, str]]) -> str:
+    """Hardware and date of the latest row, and every commit whose rows these are."""
+    run, commits = latest(rows), dict.fromkeys(row["commit"] for row in rows)
+    return f"{run['hardware']}, {run['date']}, {', '.join(commits)}"
 
 
 def _ranges(title: str, rows: list[dict[str, str]]) -> str:
@@ -121,9 +126,7 @@ def decode(rows: Path = RESULTS) -> str:
             for shape in dict.fromkeys(shape for shape, _, metric in value if metric == "ms_per_layer")
         ]
         written = [f"{value[key]:.1f} us for {key[0]} tokens" for key in value if key[2] == "write_kv_us"]
-        run = latest(mine)
-        origin = f"{run['hardware']}, {run['date']}, {run['commit']}"
-        said = f"{heads}, {origin}; `write_kv` of q, k, v: {', '.join(written)}:"
+        said = f"{heads}, {_origin(mine)}; `write_kv` of q, k, v: {', '.join(written)}:"
         parts += [said[0].upper() + said[1:], _table(lines, tuple(lines[0]))]
     return "\n\n".join(parts + _triton(found))
 
@@ -141,9 +144,8 @@ def _triton(found: list[dict[str, str]]) -> list[str]:
             {"batch x context": shape} | {name: _times(value.get((shape, arm))) for arm, name in names.items()}
             for shape in dict.fromkeys(row["shape"] for row in mine)
         ]
-        run = latest(mine)
-        said = f"The Triton kernels, x of BF16 FlashInfer in their own run, {heads}"
-        parts += [f"{said}, {run['hardware']}, {run['date']}, {run['commit']}:", _table(lines, tuple(lines[0]))]
+        said = f"The Triton kernels, x of BF16 FlashInfer in their own run, {heads}, {_origin(mine)}"
+        parts += [f"{said}:", _table(lines, tuple(lines[0]))]
     return parts
 
 
