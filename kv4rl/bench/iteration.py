@@ -236,8 +236,6 @@ def run_arm(bench: Bench, precision: str, made: list[PromptGroup]) -> dict[str, 
         columns["learner_share_of_dense"] = [6 * bench.parameters * rate / ceiling for rate in rates]
     if engine is not None:
         columns["cache_pages"] = [float(engine.rollout.cache_pages)]
-    if "checkpoint" in bench.options.parts:
-        columns |= checkpoint_seconds(bench)
     bench.phases.enter("learn")
     return columns
 
@@ -255,6 +253,7 @@ def checkpoint_seconds(bench: Bench) -> dict[str, list[float]]:
             saver.start(folder, Checkpoint(bench.version, {}, state["weights"], state["optimizer"], {}), keep=1)
         bench.ranks.gather(None)
         stopped = time.perf_counter() - started
+        bench.say(f"a checkpoint stopped the run for {stopped:.1f} s; it is being written")
         saver.finish()
         return {"checkpoint_s": [stopped], "checkpoint_written_s": [time.perf_counter() - started]}
 
@@ -333,6 +332,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(arguments)
 
 
+def keep(bench: Bench, shape: str, found: dict[str, dict[str, list[float]]]) -> None:
+    if bench.ranks.leads:
+        write_rows(bench.options.out, rows(bench, shape, found))
+
+
 def measure(bench: Bench, shape: str) -> dict[str, dict[str, list[float]]]:
     """Every arm at one fit, its rows written at once; without rollout one arm, "learner", and the first precision's
     engine."""
@@ -343,8 +347,10 @@ def measure(bench: Bench, shape: str) -> dict[str, dict[str, list[float]]]:
             vocabulary = bench.learner.weights.decoder.config.vocab_size
             arm, made = "learner", synthetic_groups(bench.workload, vocabulary, options.tokens, eos=EOS)
         found[arm] = run_arm(bench, precision, made)
-        if bench.ranks.leads:
-            write_rows(options.out, rows(bench, shape, found))
+        keep(bench, shape, found)
+        if "checkpoint" in options.parts:
+            found[arm] |= checkpoint_seconds(bench)
+            keep(bench, shape, found)
     if bench.ranks.leads:
         print(table(found), flush=True)
     return found

@@ -16,10 +16,15 @@ PHASES = {  # metric of the rows -> (name, colour)
 }
 
 
-def phase_seconds(rows: Sequence[Mapping[str, str]]) -> dict[tuple[str, str, str], dict[str, float]]:
-    """(model, shape, precision) -> metric -> value, in the precisions' order, from rows of `iteration.csv`."""
+NO_ROLLOUT = "learner"  # the arm that is fed made-up groups
+
+
+def phase_seconds(
+    rows: Sequence[Mapping[str, str]], arms: Sequence[str] = PRECISIONS
+) -> dict[tuple[str, str, str], dict[str, float]]:
+    """(model, shape, arm) -> metric -> value, in the arms' order, from rows of `iteration.csv`."""
     found: dict[tuple[str, str, str], dict[str, float]] = {}
-    for precision in PRECISIONS:
+    for precision in arms:
         for row in rows:
             if row["arm"] == precision:
                 found.setdefault((row["model"], row["shape"], precision), {})[row["metric"]] = float(row["value"])
@@ -29,8 +34,8 @@ def phase_seconds(rows: Sequence[Mapping[str, str]]) -> dict[tuple[str, str, str
 def iteration_rows(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     """One dict a run: seconds of each phase and of the whole, rollout's share, speedup over BF16; "-" where not run."""
     lines = []
-    for (model, shape, precision), values in phase_seconds(rows).items():
-        line = {"model": model, "lengths": shape, "rollout through": precision}
+    for (model, shape, arm), values in phase_seconds(rows, (*PRECISIONS, NO_ROLLOUT)).items():
+        line = {"model": model, "lengths": shape, "rollout through": "no rollout" if arm == NO_ROLLOUT else arm}
         named = {metric: name for metric, (name, _) in PHASES.items()}
         named |= {"iteration_s": "iteration", "checkpoint_s": "checkpoint stops it"}
         line |= {f"{name}, s": _shown(values, metric, ".2f") for metric, name in named.items()}

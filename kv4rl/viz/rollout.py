@@ -46,6 +46,25 @@ def scheduler_rows(rows: Rows) -> list[dict[str, str]]:
     return lines
 
 
+def overhead_rows(rows: Rows) -> list[dict[str, str]]:
+    """One dict a shape, model and precision of `bench overhead`: the engine's decode step beside the replay's.
+
+    `of the replay`: the share of the replay's tokens a second that the engine reaches at the same states; `unhidden`:
+    the same where the host's work does not overlap the running step.
+    """
+    lines = []
+    for (shape, model, arm), cells in _cells(rows).items():
+        if "share_of_replay" not in cells:
+            continue
+        line = {"requests x context": shape, "model": model, "cache": arm}
+        named = {"engine step": "engine_step_ms", "its device part": "device_step_ms", "replay": "decode_replay_ms"}
+        line |= {f"{name}, ms": f"{cells[key]:.2f}" for name, key in named.items()}
+        shares = {"of the replay": "share_of_replay", "unhidden": "serial_share_of_replay"}
+        line |= {name: f"{cells[key]:.1%}" for name, key in shares.items()}
+        lines.append(line | {"prefill tokens/s": f"{cells['prefill_tokens_per_s']:,.0f}"})
+    return lines
+
+
 def today_rows(rows: Rows) -> list[dict[str, str]]:
     """One dict a model, shape and arm of `today.csv`: tokens a second and the ratio to transformers' `generate`."""
     found: dict[tuple[str, str, str], dict[str, float]] = {}

@@ -14,7 +14,7 @@ from kv4rl.viz.replay import (
     window_figure,
     window_speedups,
 )
-from kv4rl.viz.rollout import collection_rows, scheduler_rows, today_rows
+from kv4rl.viz.rollout import collection_rows, overhead_rows, scheduler_rows, today_rows
 
 
 def row(arm, shape, metric, value, *, model="qwen3-4b", experiment="replay"):
@@ -85,3 +85,14 @@ def test_todays_engines_are_listed_with_their_ratio():
     rows = [row("kv4", "256x128+256", "tokens_per_s", 30000.0), row("kv4", "256x128+256", "speedup_vs_generate", 15.2)]
     (line,) = today_rows(rows)
     assert line["tokens/s"] == "30,000" and line["over generate"] == "15.2x"
+
+
+def test_overhead_shows_the_engines_share_of_its_replay_and_leaves_collections_out():
+    about = {"experiment": "rollout", "model": "qwen3-4b", "arm": "kv4rl"}
+    cells = {"engine_step_ms": 6.4, "device_step_ms": 6.3, "decode_replay_ms": 6.2, "share_of_replay": 0.969}
+    cells |= {"serial_share_of_replay": 0.85, "prefill_tokens_per_s": 43264.9}
+    rows = [about | {"shape": "256x128", "metric": metric, "value": str(value)} for metric, value in cells.items()]
+    other = about | {"shape": "4B-300", "metric": "collection_s", "value": "10"}
+    (line,) = overhead_rows([*rows, other])
+    assert line["requests x context"] == "256x128" and line["of the replay"] == "96.9%" and line["unhidden"] == "85.0%"
+    assert line["engine step, ms"] == "6.40" and line["prefill tokens/s"] == "43,265"

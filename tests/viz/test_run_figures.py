@@ -51,6 +51,14 @@ def test_iterations_are_listed_bf16_first_with_rollouts_share():
     assert sum(trace.x[0] for trace in figure.data) == 20 and iteration_rows([]) == []
 
 
+def test_a_learner_without_rollout_is_listed_last_and_drawn_nowhere():
+    given = [row | {"arm": "learner"} for row in rows(update_s=2.5) if row["arm"] == "kv4rl"]
+    lines = iteration_rows(given + rows(update_s=1.0))
+    assert [line["rollout through"] for line in lines] == ["bf16", "kv4rl", "no rollout"]
+    assert lines[-1]["update, s"] == "2.50" and lines[-1]["rollout, s"] == "-"
+    assert iteration_phases(given).data[0].y[0] == []
+
+
 def test_distances_are_the_papers_and_ours_only_from_two_seeds_on():
     paper = paper_distances()
     assert paper["paper, Qwen3-8B"]["kv4"].mean == pytest.approx(-4.6)
