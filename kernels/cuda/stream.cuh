@@ -8,11 +8,11 @@ namespace kv4rl {
 // An item before its turn: what its stream will need is read while the one before it is sent, since under load each
 // of these dependent reads takes a microsecond.
 struct Upcoming {
-  static constexpr int kScales = 5;  // (k_scale, v_scale) pairs of a lane read ahead: 160 side entries
+  static constexpr int kScales = 5;  // of a lane, read ahead: 160 side entries
   Item item;                         // head -1: there is none
   Tiles tiles;
   int64_t pages;  // this lane's of the first kWarp page ids
-  __half2 scales[kScales];
+  uint16_t k_scales[kScales], v_scales[kScales];  // FP16, apart until they are stored: a pair would wait for its loads
 };
 
 template <class C>
@@ -119,18 +119,13 @@ struct Producer : Block {
   __device__ __forceinline__ void read_scales(Upcoming& it) const {
     if constexpr (C::kProtected) {
       int const valid = it.item.head < 0 ? 0 : side_valid(it);
-      uint16_t k[Upcoming::kScales] = {}, v[Upcoming::kScales] = {};
-      if (valid > 0) {
-        int64_t const row = side_row(it);
+      if (valid == 0) return;
+      int64_t const row = side_row(it);
 #pragma unroll
-        for (int i = 0; i < Upcoming::kScales; ++i) {
-          int64_t const at = row + min(i * kWarp + lane, valid - 1);
-          k[i] = load_in_order_2(a.side_k_scale + at), v[i] = load_in_order_2(a.side_v_scale + at);
-        }
+      for (int i = 0; i < Upcoming::kScales; ++i) {
+        int64_t const at = row + min(i * kWarp + lane, valid - 1);
+        it.k_scales[i] = load_in_order_2(a.side_k_scale + at), it.v_scales[i] = load_in_order_2(a.side_v_scale + at);
       }
-#pragma unroll
-      for (int i = 0; i < Upcoming::kScales; ++i)
-        it.scales[i] = pair_of(i * kWarp + lane < valid ? k[i] : 0, i * kWarp + lane < valid ? v[i] : 0);
     }
   }
 
@@ -187,11 +182,12 @@ struct Producer : Block {
   }
 
   __device__ __forceinline__ void store_scales(Upcoming const& it) {
-    int const bytes = C::scale_bytes(a.sink + a.recent);
+    int const bytes = C::scale_bytes(a.sink + a.recent), valid = side_valid(it);
     __half2* to = reinterpret_cast<__half2*>(base + C::scales(a.group) + item.stage * bytes);
 #pragma unroll
     for (int i = 0; i < Upcoming::kScales; ++i)
-      if (i * kWarp + lane < bytes / 4) to[i * kWarp + lane] = it.scales[i];
+      if (int const entry = i * kWarp + lane; entry < bytes / 4)
+        to[entry] = entry < valid ? pair_of(it.k_scales[i], it.v_scales[i]) : pair_of(0, 0);
     for (int i = Upcoming::kScales * kWarp + lane; i < bytes / 4; i += kWarp) to[i] = side_scales(it, i);
     __syncwarp();
   }
