@@ -49,6 +49,42 @@ def test_compiles_without_spills(tmp_path, name, defines):
     assert set(re.findall(r"(\d+) bytes spill stores", done.stderr)) == {"0"}
 
 
+LOAD = re.compile(r"ld\.volatile\.global\.u16\s+(%rs\d+)")
+
+
+def loads_that_wait(ptx: str, together: int) -> list[str]:
+    """Lines within a run of `together` side-scale loads that branch, or use what an earlier one of the run loads."""
+    found, loaded = [], []
+    for line in map(str.strip, ptx.splitlines()):
+        load = LOAD.search(line)
+        if load:
+            loaded = [*loaded, load[1]] if 0 < len(loaded) < together else [load[1]]
+        elif 0 < len(loaded) < together:
+            used = set(re.findall(r"%rs\d+", line)) & set(loaded)
+            if used or line.startswith(("@", "bra", "$L")):
+                found.append(line)
+    return found
+
+
+def test_an_items_side_scales_are_all_asked_for_before_one_is_waited_for(tmp_path):
+    """KV4-RL's streaming warp lost 10 % of the kernel's time when each pair of loads waited for the one before."""
+    source, output = jit.sources() / "decode_int4.cu", tmp_path / "decode_int4.ptx"
+    command = jit.compile_command(nvcc(), source, output, SMALL | {"PROTECTED": 1, "BYTES": 0}, "-ptx")
+    command[command.index("-gencode") + 1] = f"arch=compute_{jit.ARCHITECTURE},code=compute_{jit.ARCHITECTURE}"
+    subprocess.run(command, check=True, capture_output=True)
+    ptx = output.read_text()
+    loads = len(LOAD.findall(ptx))
+    assert loads > 0 and loads % 10 == 0  # 5 keys' and 5 values' scales a lane, wherever an item is looked up
+    assert loads_that_wait(ptx, together=10) == []
+
+
+def test_a_load_under_a_branch_or_a_use_between_loads_is_found():
+    first, second = "ld.volatile.global.u16 %rs1, [%rd1];", "ld.volatile.global.u16 %rs2, [%rd2];"
+    for between in ("@%p1 bra $L1;", "$L1:", "mov.b32 %r1, {%rs1, %rs3};"):
+        assert loads_that_wait("\n".join((first, between, second)), together=2) == [between]
+    assert loads_that_wait("\n".join((first, "add.s64 %rd2, %rd1, 2;", second, "mov.b32 %r1, {%rs1, %rs2};")), 2) == []
+
+
 def test_device_code_includes_no_torch_header():
     for path in jit.sources().iterdir():
         assert "torch/" not in path.read_text()
