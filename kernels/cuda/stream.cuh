@@ -5,15 +5,24 @@
 
 namespace kv4rl {
 
+// (k_scale, v_scale) of side entries, kCount a lane; FP16, apart until they are stored: a pair would wait for its loads.
+struct SideScales {
+  static constexpr int kCount = 5, kEntries = kCount * kWarp;
+  uint16_t k[kCount], v[kCount];
+};
+
 // An item before its turn: what its stream will need is read while the one before it is sent, since under load each
 // of these dependent reads takes a microsecond.
 struct Upcoming {
-  static constexpr int kScales = 5;  // of a lane, read ahead: 160 side entries
   Item item;                         // head -1: there is none
   Tiles tiles;
   int64_t pages;  // this lane's of the first kWarp page ids
-  uint16_t k_scales[kScales], v_scales[kScales];  // FP16, apart until they are stored: a pair would wait for its loads
+  SideScales scales;  // of the first kEntries; wider windows read the rest when it is stored
 };
+
+__device__ __forceinline__ __half2 half_pair(uint16_t low, uint16_t high) {
+  return __halves2half2(__ushort_as_half(low), __ushort_as_half(high));
+}
 
 template <class C>
 struct Producer : Block {
@@ -115,18 +124,9 @@ struct Producer : Block {
     it.pages = lane < min(kBatch, page_count(it)) ? load_in_order_8(page_ids(it) + lane) : 0;
   }
 
-  // All loads are on their way before the first is waited for: each under a condition of its own, they would wait in turn.
   __device__ __forceinline__ void read_scales(Upcoming& it) const {
-    if constexpr (C::kProtected) {
-      int const valid = it.item.head < 0 ? 0 : side_valid(it);
-      if (valid == 0) return;
-      int64_t const row = side_row(it);
-#pragma unroll
-      for (int i = 0; i < Upcoming::kScales; ++i) {
-        int64_t const at = row + min(i * kWarp + lane, valid - 1);
-        it.k_scales[i] = load_in_order_2(a.side_k_scale + at), it.v_scales[i] = load_in_order_2(a.side_v_scale + at);
-      }
-    }
+    if constexpr (C::kProtected)
+      if (it.item.head >= 0 && side_valid(it) > 0) it.scales = side_scales(it, 0);
   }
 
   __device__ __forceinline__ int first_page(Upcoming const& it) const {  // of the main region's
@@ -150,15 +150,18 @@ struct Producer : Block {
     return it.item.unit.first_tile < it.tiles.side ? min(a.sink + a.recent, it.item.unit.context) : 0;
   }
 
-  __device__ __forceinline__ static __half2 pair_of(uint16_t k, uint16_t v) {
-    return __halves2half2(__ushort_as_half(k), __ushort_as_half(v));
-  }
-
-  // (k_scale, v_scale) of a side entry, 0 where there is none.
-  __device__ __forceinline__ __half2 side_scales(Upcoming const& it, int entry) const {
-    if (entry >= side_valid(it)) return pair_of(0, 0);
-    int64_t const at = side_row(it) + entry;
-    return __halves2half2(a.side_k_scale[at], a.side_v_scale[at]);
+  // Of entries `first`, `first + 1`, ... over the lanes; those beyond the last are the last's. All loads are on their way
+  // before the first is waited for: each under a condition of its own, they would wait in turn.
+  __device__ __forceinline__ SideScales side_scales(Upcoming const& it, int first) const {
+    SideScales scales;
+    int64_t const row = side_row(it);
+    int const last = side_valid(it) - 1;
+#pragma unroll
+    for (int i = 0; i < SideScales::kCount; ++i) {
+      int64_t const at = row + min(first + i * kWarp + lane, last);
+      scales.k[i] = load_in_order_2(a.side_k_scale + at), scales.v[i] = load_in_order_2(a.side_v_scale + at);
+    }
+    return scales;
   }
 
   __device__ __forceinline__ void announce(Upcoming const& it) {
@@ -182,13 +185,17 @@ struct Producer : Block {
   }
 
   __device__ __forceinline__ void store_scales(Upcoming const& it) {
-    int const bytes = C::scale_bytes(a.sink + a.recent), valid = side_valid(it);
-    __half2* to = reinterpret_cast<__half2*>(base + C::scales(a.group) + item.stage * bytes);
+    int const count = C::scale_bytes(a.sink + a.recent) / 4, valid = side_valid(it);
+    __half2* to = reinterpret_cast<__half2*>(base + C::scales(a.group)) + item.stage * count;
+    SideScales scales = it.scales;
+    for (int first = 0; first < count; first += SideScales::kEntries) {
+      if (0 < first && first < valid) scales = side_scales(it, first);
 #pragma unroll
-    for (int i = 0; i < Upcoming::kScales; ++i)
-      if (int const entry = i * kWarp + lane; entry < bytes / 4)
-        to[entry] = entry < valid ? pair_of(it.k_scales[i], it.v_scales[i]) : pair_of(0, 0);
-    for (int i = Upcoming::kScales * kWarp + lane; i < bytes / 4; i += kWarp) to[i] = side_scales(it, i);
+      for (int i = 0; i < SideScales::kCount; ++i) {
+        int const entry = first + i * kWarp + lane;  // zero where there is none
+        if (entry < count) to[entry] = half_pair(entry < valid ? scales.k[i] : 0, entry < valid ? scales.v[i] : 0);
+      }
+    }
     __syncwarp();
   }
 
