@@ -187,7 +187,7 @@ class CudaBackend:
         return turned
 
     def decode(self, cache, layer, q, batch, return_lse=False):
-        if cache.kv.precision == "bf16" and q.dtype == torch.float32:
+        if not self.takes_raw(cache):
             explain("decode of FP32 pages runs on the reference: the tensor cores take 16-bit elements")
             return ReferenceBackend().decode(cache, layer, q, batch, return_lse)
         prepared = write_kv(cache, layer, q, None, None, None)

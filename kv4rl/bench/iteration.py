@@ -146,8 +146,7 @@ def make_engine(bench: Bench, precision: str) -> RolloutEngine | None:
 
 def make_collector(bench: Bench, engine: RolloutEngine) -> PartialCollector:
     prompts = RandomPrompts(bench.workload, bench.learner.weights.decoder.config.vocab_size)
-    prompts = dealt(prompts, bench.replica)
-    return PartialCollector(engine, prompts, engine.rollout, grade=None, eos_token_ids=(EOS,))
+    return PartialCollector(engine, dealt(prompts, bench.replica), engine.rollout, grade=None, eos_token_ids=(EOS,))
 
 
 def prepare(bench: Bench, engine: RolloutEngine | None) -> None:
@@ -206,16 +205,13 @@ def scaled(seconds: dict[str, float], tokens: int, trained: int) -> dict[str, fl
 
 def form_carry_pool(bench: Bench, engine: RolloutEngine, collector: PartialCollector) -> None:
     """The collections before those measured, at a policy version each; simulated on request (`bench/carried.py`)."""
-    intervals = bench.options.warmup
-    if bench.options.simulate_warmup and intervals:
-        given = {"vocab_size": bench.learner.weights.decoder.config.vocab_size, "eos": EOS}
-        state = simulated_state(
-            PartialCollector, engine.rollout, bench.workload, bench.replica, intervals=intervals, **given
-        )
-        collector.load_state(state)
-        bench.version = engine.policy_version = max(bench.version, intervals)
-        return
-    for _ in range(intervals):
+    first = bench.options.warmup if bench.options.simulate_warmup else 0
+    if first:
+        vocabulary = bench.learner.weights.decoder.config.vocab_size
+        given = {"intervals": first, "vocab_size": vocabulary, "eos": EOS}
+        collector.load_state(simulated_state(PartialCollector, engine.rollout, bench.workload, bench.replica, **given))
+        bench.version = engine.policy_version = max(bench.version, first)
+    for _ in range(first, bench.options.warmup):
         collector.collect()
         bench.version = engine.policy_version = bench.version + 1
 

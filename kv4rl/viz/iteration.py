@@ -24,10 +24,10 @@ def phase_seconds(
 ) -> dict[tuple[str, str, str], dict[str, float]]:
     """(model, shape, arm) -> metric -> value, in the arms' order, from rows of `iteration.csv`."""
     found: dict[tuple[str, str, str], dict[str, float]] = {}
-    for precision in arms:
+    for arm in arms:
         for row in rows:
-            if row["arm"] == precision:
-                found.setdefault((row["model"], row["shape"], precision), {})[row["metric"]] = float(row["value"])
+            if row["arm"] == arm:
+                found.setdefault((row["model"], row["shape"], arm), {})[row["metric"]] = float(row["value"])
     return dict(sorted(found.items(), key=lambda item: item[0][:2]))
 
 
