@@ -5,14 +5,6 @@
 
 namespace kv4rl {
 
-// Lanes of a warp that arrive at a barrier once all are done reading. One is enough; in builds for racecheck, which does
-// not see that __syncwarp orders the other lanes' reads before lane 0's arrival, each speaks for itself.
-#ifdef EVERY_LANE_ARRIVES
-constexpr int kArrivingLanes = kWarp;
-#else
-constexpr int kArrivingLanes = 1;
-#endif
-
 template <class C>
 struct Consumer : Block {
   static constexpr int D = C::D, N = C::N, W = C::W, T = C::T;
@@ -43,8 +35,6 @@ struct Consumer : Block {
   __device__ __forceinline__ uint32_t slot() const { return address + (row.stage * W + warp) * C::slot; }
 
   __device__ __forceinline__ void wait_row() { barrier_wait(address + C::full + 8 * row.stage, row.parity); }
-
-  __device__ __forceinline__ bool arrives() const { return kArrivingLanes == kWarp || lane == 0; }
 
   // All lanes are done reading: one of them says so.
   __device__ __forceinline__ void release(uint32_t barrier) {

@@ -86,12 +86,22 @@ struct Cursor {
   }
 };
 
+// Lanes of a warp that arrive at a barrier once all are done reading or writing. One is enough; in builds for racecheck,
+// which does not see that __syncwarp orders the other lanes' accesses before lane 0's arrival, each speaks for itself.
+#ifdef EVERY_LANE_ARRIVES
+constexpr int kArrivingLanes = kWarp;
+#else
+constexpr int kArrivingLanes = 1;
+#endif
+
 // What both roles need: arguments, the block's shared memory, the lane.
 struct Block {
   DecodeArguments const& a;
   uint8_t* base;
   uint32_t address;  // of base
   int lane;
+
+  __device__ __forceinline__ bool arrives() const { return kArrivingLanes == kWarp || lane == 0; }
 };
 
 }  // namespace kv4rl

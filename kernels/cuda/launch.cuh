@@ -18,7 +18,8 @@ __device__ __forceinline__ void decode(DecodeArguments const& a) {
     for (int i = 0; i < C::R; ++i)
       barrier_init(address + C::full + 8 * i, 1), barrier_init(address + C::empty + 8 * i, kReaders);
     for (int i = 0; i < kItemsAhead; ++i)
-      barrier_init(address + C::item_full + 8 * i, 1), barrier_init(address + C::item_empty + 8 * i, kReaders);
+      barrier_init(address + C::item_full + 8 * i, kArrivingLanes),
+          barrier_init(address + C::item_empty + 8 * i, kReaders);
     barrier_init(address + C::written, 1), barrier_init(address + C::counted, 1);
     barriers_ready();
   }

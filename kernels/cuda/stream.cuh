@@ -170,7 +170,9 @@ struct Producer : Block {
     if constexpr (C::kProtected)
       if (it.item.head >= 0) store_scales(it);
     uint32_t const ready = address + C::item_full + 8 * item.stage;
-    if (lane == 0) {
+    if (lane != 0) {
+      if (arrives()) barrier_arrive(ready);
+    } else {
       reinterpret_cast<Item*>(base + C::items)[item.stage] = it.item;
       if (it.item.head < 0) {
         barrier_arrive(ready);

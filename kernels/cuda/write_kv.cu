@@ -1,7 +1,7 @@
 // write_kv: one launch a layer turns the step's q, k, v into what decode reads: prepared INT8 queries, packed pages, side
 // entries. A team of lanes per (token, head) vector: what does not depend on the vector is done once for all teams of a
-// warp. Any of q and (k, v) may be absent. One configuration a build: PRECISION; BEFORE, what q and k still need; and as
-// vector.cuh says.
+// warp. Any of q and (k, v) may be absent. One configuration a build: PRECISION; BEFORE, what q and k still need; PAGE_EACH,
+// whether no two tokens go to one page, as in a decode step; and as vector.cuh says.
 #include "launch_early.cuh"
 #include "quantise.cuh"
 #include "shared_memory.cuh"
@@ -146,15 +146,68 @@ __device__ __forceinline__ constexpr unsigned place_of_value(unsigned index) {
   return r / 4 * 512 + g * 64 + r % 4 * 4;
 }
 
-__device__ __forceinline__ void store_value(uint8_t* chunk, Codes const& codes, unsigned offset, Team const& my) {
-  if (!my.stores) return;
-  unsigned const hi = offset / 8, t = offset / 2 % 4, q = offset % 2;
-  constexpr int kBytes = PRECISION == kInt8 ? kEach : kEach / 2;
-  uint8_t* at = chunk + t * 16 + (PRECISION == kInt8 ? hi * 4 + q : q * 2 + hi) + place_of_value(my.lane * kBytes);
+// A lane's bytes lie in runs of 16 that the token shares with three others. Where those are not of this launch (PAGE_EACH:
+// no two of its tokens go to one page) a run is read and written whole: a byte on its own costs as much as a run.
+constexpr int kValueBytes = PRECISION == kInt8 ? kEach : kEach / 2;
+constexpr int kRuns = kValueBytes / 4;
+
+// What a lane stores of a value; four bytes a word, each one channel in INT8, two in INT4.
+struct ValueBytes {
+  uint32_t word[kRuns];
+
+  __device__ __forceinline__ explicit ValueBytes(Codes codes) {
+    if constexpr (PRECISION == kInt4)
 #pragma unroll
-  for (int i = 0; i < kBytes; ++i)
-    at[place_of_value(i)] =
-        static_cast<uint8_t>(PRECISION == kInt8 ? codes.c[i] : codes.c[2 * i] + codes.c[2 * i + 1] * 16);
+      for (int i = 0; i < kValueBytes; ++i) codes.c[i] = codes.c[2 * i] + codes.c[2 * i + 1] * 16;
+#pragma unroll
+    for (int i = 0; i < kRuns; ++i) word[i] = codes.word(i);
+  }
+};
+
+__device__ __forceinline__ uint8_t* run_of_values(uint8_t* chunk, unsigned offset, Team const& my, int run) {
+  return chunk + offset / 2 % 4 * 16 + place_of_value(my.lane * kValueBytes) + place_of_value(4 * run);
+}
+
+struct Runs {
+  uint4 words[kRuns];
+};
+
+__device__ __forceinline__ Runs read_runs(uint8_t* chunk, unsigned offset, Team const& my) {
+  Runs runs = {};
+  if constexpr (PAGE_EACH)
+    if (my.stores)
+#pragma unroll
+      for (int i = 0; i < kRuns; ++i) runs.words[i] = load_in_order_16(run_of_values(chunk, offset, my, i));
+  return runs;
+}
+
+// Four bytes of a token into its run: INT4, one a word; INT8, two in every other word.
+__device__ __forceinline__ uint4 into_run(uint4 run, uint32_t bytes, unsigned hi, unsigned q) {
+  if constexpr (PRECISION == kInt8) {
+    unsigned const low = q ? 0x5240 : 0x3514, high = q ? 0x7260 : 0x3716, none = 0x3210;
+    return {__byte_perm(run.x, bytes, hi ? none : low), __byte_perm(run.y, bytes, hi ? low : none),
+            __byte_perm(run.z, bytes, hi ? none : high), __byte_perm(run.w, bytes, hi ? high : none)};
+  }
+  unsigned const shift = 4 * (2 * q + hi), first = (0x3210 & ~(0xFu << shift)) | 4u << shift, more = 1u << shift;
+  return {__byte_perm(run.x, bytes, first), __byte_perm(run.y, bytes, first + more),
+          __byte_perm(run.z, bytes, first + 2 * more), __byte_perm(run.w, bytes, first + 3 * more)};
+}
+
+__device__ __forceinline__ void store_value(uint8_t* chunk, ValueBytes const& bytes, Runs const& runs, unsigned offset,
+                                            Team const& my) {
+  if (!my.stores) return;
+  unsigned const hi = offset / 8, q = offset % 2;
+#pragma unroll
+  for (int i = 0; i < kRuns; ++i) {
+    uint8_t* at = run_of_values(chunk, offset, my, i);
+    if constexpr (PAGE_EACH) {
+      *reinterpret_cast<uint4*>(at) = into_run(runs.words[i], bytes.word[i], hi, q);
+    } else {
+      at += PRECISION == kInt8 ? hi * 4 + q : q * 2 + hi;
+#pragma unroll
+      for (int j = 0; j < 4; ++j) at[place_of_value(j)] = static_cast<uint8_t>(bytes.word[i] >> 8 * j);
+    }
+  }
 }
 
 template <bool kValue>
@@ -172,6 +225,7 @@ __device__ __forceinline__ void write_quantised(WriteArguments const& a, Vector 
                                                 Team const& my) {
   using Chunk = std::conditional_t<PRECISION == kInt8, Int8Chunk<kD>, Int4Chunk<kD>>;
   uint8_t* chunk = a.pages + int64_t(place.page * a.kv_heads + int(my.head)) * Chunk::bytes;
+  bool const keeps = PRECISION == kInt4 && place.entry >= 0;
   Codes codes;
   float magnitude;
   if constexpr (PRECISION == kInt8) {
@@ -188,12 +242,15 @@ __device__ __forceinline__ void write_quantised(WriteArguments const& a, Vector 
     if (my.lane == 0 && my.stores)
       reinterpret_cast<__half2*>(chunk + Chunk::metadata)[2 * place.offset + kValue] = metadata;
   }
-  if constexpr (kValue)
-    store_value(chunk + Chunk::v_codes, codes, place.offset, my);
-  else
+  if constexpr (kValue) {
+    ValueBytes const bytes(codes);
+    Runs const runs = read_runs(chunk + Chunk::v_codes, place.offset, my);
+    if (keeps) write_side<kValue>(a, y, magnitude, place, my);
+    store_value(chunk + Chunk::v_codes, bytes, runs, place.offset, my);
+  } else {
     store_key(chunk, codes, place.offset, my);
-  if constexpr (PRECISION == kInt4)
-    if (place.entry >= 0) write_side<kValue>(a, y, magnitude, place, my);
+    if (keeps) write_side<kValue>(a, y, magnitude, place, my);
+  }
 }
 
 template <bool kValue>

@@ -43,7 +43,7 @@ def write_kv(cache, layer: int, q, k, v, where, before=None, prepared=None) -> t
     if q is not None and prepared is None:
         prepared = prepared_queries(cache, q)
     arguments = write_arguments(cache, layer, q, k, v, where, prepared, before)
-    library = jit.build("write_kv", **write_defines(cache, before))
+    library = jit.build("write_kv", **write_defines(cache, before, where))
     jit.check(library.launch_write_kv(ctypes.byref(arguments), _stream()), "write_kv")
     return prepared
 

@@ -8,7 +8,7 @@ import torch
 from kv4rl.config import require
 
 GRADED_WEIGHT = 128  # schedule.cuh: kGradedWeight
-FEW_ITEMS, FEW_WEIGHT = 1200, 132  # requests x KV heads: about three for each block of an H200; pages of theirs then
+FEW_ITEMS, FEW_WEIGHT = 1200, 140  # requests x KV heads: about three for each block of an H200; pages of theirs then
 CHUNK_WEIGHTS = (16, 192)  # least and most pages (3,072 tokens) of a work item, until a request has MAX_CHUNKS of them
 MAX_CHUNKS = 32  # schedule.cuh: kMaxChunks
 UNIT_BYTES = 32  # schedule.cuh: Unit
@@ -100,7 +100,7 @@ def prepared_queries(cache, q: torch.Tensor) -> torch.Tensor:
     return torch.empty(*q.shape[:2], row, dtype=torch.uint8, device=q.device)
 
 
-def write_defines(cache, before=None) -> dict[str, int]:
+def write_defines(cache, before=None, where=None) -> dict[str, int]:
     """What a build of `write_kv` fixes."""
     return {
         "HEAD_DIM": cache.shape.head_dim,
@@ -108,6 +108,7 @@ def write_defines(cache, before=None) -> dict[str, int]:
         "PRECISION": PRECISION_CODES[cache.kv.precision],
         "INPUT_TYPE": INPUT_TYPES[cache.shape.dtype],
         "BEFORE": 0 if before is None else 1 if before.q_weight is None else 2,
+        "PAGE_EACH": where is not None and where.page_each and cache.kv.precision != "bf16",
     }
 
 

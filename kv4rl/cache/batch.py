@@ -55,7 +55,8 @@ def side_entries(positions: torch.Tensor, first_recent: torch.Tensor | int, kv: 
 class TokenSlots(_Trusting):
     """Where N new tokens go. All fields int64 [N]; values are checked once, against the first cache that uses them.
 
-    A row with page_id -1 writes nothing. No two rows may name the same place.
+    A row with page_id -1 writes nothing. No two rows may name the same place, with `page_each` not even the same page,
+    which lets a kernel rewrite more of a page than the token.
     """
 
     page_ids: torch.Tensor
@@ -63,6 +64,7 @@ class TokenSlots(_Trusting):
     positions: torch.Tensor  # in the request
     slots: torch.Tensor  # the request's row of the side buffer
     side_entries: torch.Tensor  # -1: not kept in the side buffer
+    page_each: bool = False
     _checked: tuple | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
@@ -97,6 +99,7 @@ class TokenSlots(_Trusting):
             positions=positions,
             slots=batch.slots,
             side_entries=side_entries(positions, 0, kv),
+            page_each=True,
         )
 
     @staticmethod
@@ -118,7 +121,14 @@ class TokenSlots(_Trusting):
             _require_range("offsets", self.offsets, 0, PAGE_TOKENS)
             _require_range("side_entries", self.side_entries, -1, num_entries)
             _require_range("slots", self.slots[(self.page_ids >= 0) & (self.side_entries >= 0)], 0, num_slots)
+            self._require_page_each()
             self._checked = bounds
+
+    def _require_page_each(self) -> None:
+        if self.page_each:
+            pages, counts = self.page_ids[self.page_ids >= 0].unique(return_counts=True)
+            twice = pages[counts > 1].tolist()
+            require(not twice, "page_ids", twice[:1], "a page of its own for the newest token of each request")
 
 
 @dataclass

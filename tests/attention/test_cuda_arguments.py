@@ -98,6 +98,13 @@ def test_a_wrong_norm_or_table_is_named(cache, raw_step, changed, named):
         host.write_arguments(cache, 0, q, k, v, where, host.prepared_queries(cache, q), before)
 
 
+def test_only_a_decode_steps_tokens_are_written_by_whole_runs(cache):
+    batch = DecodeBatch(torch.arange(6).view(3, 2), torch.tensor([5, 0, 17]), torch.arange(3))
+    decode, chunk = TokenSlots.for_decode(batch, cache.kv), TokenSlots.for_chunk(torch.arange(6), 0, 0, 5, cache.kv)
+    for where, wanted in ((decode, True), (chunk, False), (TokenSlots.cat([decode, chunk]), False), (None, False)):
+        assert bool(host.write_defines(cache, where=where)["PAGE_EACH"]) is wanted
+
+
 def test_a_build_fixes_what_is_still_to_be_done(cache, raw_step):
     builds = [None, *(raw_step(1, (8, 2), 128, torch.bfloat16, normed=normed)[3] for normed in (False, True))]
     assert [host.write_defines(cache, before)["BEFORE"] for before in builds] == [0, 1, 2]
@@ -110,7 +117,7 @@ def test_workspace_holds_the_most_chunks(pages, chunks):
 
 def test_fewer_requests_are_split_finer_and_a_full_batch_least():
     weights = [host.chunk_weight_of(rows, kv_heads=4) for rows in (1, 4, 16, 64, 1024)]
-    assert weights == [16, 16, 48, 132, 192]
+    assert weights == [16, 16, 48, 140, 192]
 
 
 def test_workspace_says_what_fits(cache):

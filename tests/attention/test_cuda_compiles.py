@@ -15,14 +15,18 @@ SMALL = {"HEAD_DIM": 128, "QUERY_TILES": 1, "WARPS": 4, "BLOCKS": 3, "STAGES": 7
 BUILDS = {
     "plan": [{}],
     "write_kv": [
-        {"HEAD_DIM": d, "EACH": each, "PRECISION": precision, "INPUT_TYPE": dtype, "BEFORE": before}
-        for d, each, precision, dtype, before in [
-            *((d, each, 0, 0, 2) for d in (64, 128, 256) for each in (8, 16)),
-            *((128, 8, precision, dtype, 0) for precision in (0, 1, 2) for dtype in (0, 1, 2)),
-            *((128, 8, precision, dtype, 2 - dtype) for precision in (0, 1, 2) for dtype in (0, 1)),
+        {"HEAD_DIM": d, "EACH": each, "PRECISION": precision, "INPUT_TYPE": dtype, "BEFORE": before, "PAGE_EACH": own}
+        for d, each, precision, dtype, before, own in [
+            *((d, each, 0, 0, 2, 1) for d in (64, 128, 256) for each in (8, 16)),
+            *((128, 8, precision, dtype, 0, 0) for precision in (0, 1, 2) for dtype in (0, 1, 2)),
+            *((128, 8, precision, dtype, 2 - dtype, own) for precision in (0, 1) for dtype in (0, 1) for own in (0, 1)),
+            *((128, 8, 2, dtype, 2 - dtype, 0) for dtype in (0, 1)),
         ]
     ],
-    "decode_int4": [SMALL | {"PROTECTED": p, "BYTES": b, "BLOCKS": 3 - b} for p in (0, 1) for b in (0, 1)],
+    "decode_int4": [
+        *(SMALL | {"PROTECTED": p, "BYTES": b, "BLOCKS": 3 - b} for p in (0, 1) for b in (0, 1)),
+        SMALL | {"PROTECTED": 1, "BYTES": 0, "EVERY_LANE_ARRIVES": 1},
+    ],
     "decode_int8": [SMALL | {"BLOCKS": 2, "STAGES": 6, "TILES": 1} | each for each in ({}, {"EVERY_LANE_ARRIVES": 1})],
     "decode_bf16": [SMALL | {"BLOCKS": 2, "STAGES": 3, "TILES": 1, "BF16": b} for b in (0, 1)],
 }
@@ -96,7 +100,7 @@ def test_argument_structures_have_the_sizes_of_the_device_structs(tmp_path):
     source = tmp_path / "sizes.cu"
     source.write_text(
         '#include <cstdio>\n#include "launch.cuh"\n#define HEAD_DIM 128\n'
-        "#define EACH 8\n#define PRECISION 0\n#define INPUT_TYPE 0\n#define BEFORE 0\n"
+        "#define EACH 8\n#define PRECISION 0\n#define INPUT_TYPE 0\n#define BEFORE 0\n#define PAGE_EACH 0\n"
         '#include "plan.cu"\n#include "write_kv.cu"\n'
         'int main() { using namespace kv4rl; printf("%zu %zu %zu %zu", sizeof(WriteArguments), sizeof(PlanArguments),'
         " sizeof(DecodeArguments), sizeof(Unit)); }\n"

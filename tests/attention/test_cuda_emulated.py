@@ -94,7 +94,7 @@ class Emulated:
     def write(self, cache, layer, k, v, where, q=None, before=None):
         prepared = None if q is None else host.prepared_queries(cache, q)
         arguments = host.write_arguments(cache, layer, q, k, v, where, prepared, before)
-        library = self.library("write_kv", tuple(host.write_defines(cache, before).items()))
+        library = self.library("write_kv", tuple(host.write_defines(cache, before, where).items()))
         library.run(ctypes.byref(arguments))
         return prepared
 
@@ -175,6 +175,27 @@ def test_write_kv_stores_the_references_bits(emulated, monkeypatch, precision, d
     k[0], v[0], v[1], k[2], v[3, 0, 7] = 0.0, 0.0, 2.5, 1e4 * k[2], torch.nan
     emulated.write(ours, 0, k, v, where)
     reference.write(0, k, v, where)
+    same_contents(ours, reference)
+
+
+@pytest.mark.parametrize(
+    ("precision", "d", "each"),
+    [("kv8", 64, 8), ("kv8", 128, 16), ("kv4", 64, 16), ("kv4rl", 128, 8), ("kv4rl", 256, 8), ("kv4", 256, 16)],
+)
+def test_a_decode_step_leaves_the_other_tokens_of_its_pages_alone(emulated, monkeypatch, precision, d, each):
+    """It rewrites more than its tokens' own bytes (PAGE_EACH): yet every byte is the reference's."""
+    monkeypatch.setattr(host, "WRITE_CHANNELS", each)
+    kv = KVConfig(precision, sink_tokens=2, recent_tokens=5)
+    ours, reference = (poisoned(kv, CacheShape(1, 3, 3, d, torch.bfloat16), 6, 3) for _ in range(2))
+    table, slots = torch.tensor([[3, 0], [2, 5], [4, 1]]), torch.tensor([2, 0, 1])
+    for n in range(1, 19):
+        batch = DecodeBatch(table, torch.tensor([n, n % 3 * 7, 33 - n if n > 1 else 0]), slots)
+        where = TokenSlots.for_decode(batch, kv)
+        assert host.write_defines(ours, where=where)["PAGE_EACH"]
+        k, v = (vectors(3, 3, d, torch.bfloat16, 100 * n + i) for i in range(2))
+        emulated.write(ours, 0, k, v, where)
+        reference.write(0, k, v, where)
+    assert torch.equal(ours.main.storage, reference.main.storage)
     same_contents(ours, reference)
 
 

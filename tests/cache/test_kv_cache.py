@@ -186,6 +186,15 @@ def test_padding_rows_of_a_decode_batch_write_nothing():
     assert where.offsets.tolist() == [0, 0] and where.side_entries.tolist()[0] == 4 + 12 % 8
 
 
+def test_a_page_that_two_requests_decode_into_is_named():
+    kv = KVConfig("kv4")
+    cache = KVCache(kv, CacheShape(1, 2, 1, 64, torch.float32), num_pages=4, num_slots=3)
+    batch = DecodeBatch(torch.tensor([[3], [1], [3]]), torch.tensor([4, 4, 9]), torch.arange(3))
+    k, v = torch.zeros(2, 3, 1, 64)
+    with pytest.raises(ValueError, match=r"^page_ids=\[3\]"):
+        cache.write(0, k, v, TokenSlots.for_decode(batch, kv))
+
+
 def test_bytes_are_the_paper_format():
     for precision, bits in (("bf16", 16), ("kv8", 8.125), ("kv4", 4.25), ("kv4rl", 4.25)):
         shape = CacheShape(3, 16, 4, 128, torch.bfloat16)

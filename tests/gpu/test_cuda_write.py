@@ -4,7 +4,7 @@ import torch
 from kv4rl.attention.backends import choose_backend
 from kv4rl.attention.cuda import write_kv
 from kv4rl.attention.reference import norm_and_turn, prepare_query
-from kv4rl.cache.kv_cache import CacheShape, KVCache, TokenSlots
+from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
 from kv4rl.config import KVConfig
 
 pytestmark = pytest.mark.gpu
@@ -53,6 +53,23 @@ def test_written_bits_are_the_references(precision, d, dtype):
         assert torch.equal(a.v_codes, b.v_codes)
     for name in ("k_codes", "v_codes", "k_scale", "v_scale"):
         assert same_numbers(getattr(ours.side, name).cpu().float(), getattr(reference.side, name).float()), name
+
+
+@pytest.mark.parametrize("precision", ["kv8", "kv4", "kv4rl"])
+@pytest.mark.parametrize("d", [64, 128, 256])
+def test_a_decode_steps_bits_are_the_references_and_its_pages_other_tokens_stay(precision, d):
+    kv = KVConfig(precision, sink_tokens=2, recent_tokens=5)
+    ours, reference = caches(kv, d, torch.bfloat16)
+    table, slots = torch.randperm(40)[:9].view(3, 3), torch.tensor([2, 0, 1])
+    for n in range(1, 40):
+        batch = DecodeBatch(table, torch.tensor([n, n % 3 * 7, 48 - n]), slots)
+        k, v = torch.randn(2, 3, 2, d, generator=torch.Generator().manual_seed(n)).bfloat16()
+        for cache in (ours, reference):
+            moved = DecodeBatch(*(x.to(cache.device) for x in (batch.page_table, batch.context_tokens, batch.slots)))
+            cache.write(0, k.to(cache.device), v.to(cache.device), TokenSlots.for_decode(moved, kv))
+    assert torch.equal(ours.main.storage.cpu(), reference.main.storage)
+    for name in ("k_codes", "v_codes"):
+        assert torch.equal(getattr(ours.side, name).cpu(), getattr(reference.side, name)), name
 
 
 def test_padding_rows_write_nothing():
