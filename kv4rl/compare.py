@@ -27,6 +27,7 @@ class Comparison:
     where: dict  # columns that select the row
     remark: str  # what is different about our setting
     models: tuple[str, ...] = ()  # of several models' rows, those of the first that has any
+    base: str = ""  # the answer is this arm's value over the row's
 
 
 def _bits(group: str, shape: str, arm: str) -> Comparison:
@@ -84,6 +85,13 @@ def _collection(published: str, model: str, shape: str) -> Comparison:
     return Comparison(published, words, "rollout.csv", where, remark, **_at_scale(model, f"{model}-tp2"))
 
 
+def _collection_of_iteration(published: str, model: str, shape: str) -> Comparison:
+    where = {"experiment": "iteration", "arm": "kv4rl", "shape": shape, "metric": "rollout_s"}
+    words = f"late collection of a full iteration, KV4-RL over BF16, {shape}"
+    remark = "one collection, forced lengths; not comparable one to one"
+    return Comparison(published, words, "iteration.csv", where, remark, **_at_scale(model, f"{model}-tp2"), base="bf16")
+
+
 def _iteration(published: str, model: str) -> Comparison:
     where = {"arm": "kv4rl", "metric": "speedup_vs_bf16"}
     remark = "one iteration with forced lengths and random weights; the paper's is cumulative over the run"
@@ -91,10 +99,23 @@ def _iteration(published: str, model: str) -> Comparison:
     return Comparison(published, words, "iteration.csv", where, remark, **_at_scale(model, f"{model}-tp2"))
 
 
-def _deficit(published: str, arm: str, metric: str, words: str) -> Comparison:
-    where = {"experiment": "learning", "arm": arm, "metric": metric}
-    remark = "mini model on its own task, paired over seeds: its sign compares, not its size"
-    return Comparison(published, words, "train.csv", where, remark)
+TASKS = {  # model -> what is different about its learning
+    "smollm2-135m": "SmolLM2 on sums, contexts of 245 tokens and more, paired over seeds",
+    "mini-qwen3": "mini model on its own task, paired over seeds",
+}
+
+
+def _deficits(model: str) -> list[Comparison]:
+    found = []
+    for published, arm, metric, words in (
+        ("learning/8b/mean_deficit_kv4", "kv4", "accuracy", "accuracy lost to KV4 rollout"),
+        ("learning/4b/reward_gap/kv4", "kv4", "reward_last", "reward lost to KV4 rollout"),
+        ("learning/4b/reward_gap/kv4rl", "kv4rl", "reward_last", "reward lost to KV4-RL rollout"),
+    ):
+        where = {"experiment": "learning", "arm": arm, "model": model, "metric": f"deficit_{metric}"}
+        remark = f"{TASKS[model]}: its sign compares, not its size"
+        found.append(Comparison(published, f"{words} ({model})", "train.csv", where, remark))
+    return found
 
 
 def _kl_reduction(published: str, model: str) -> Comparison:
@@ -138,11 +159,11 @@ COMPARISONS = (
     *_replays(),
     _collection("rollout/4b/last_50", "qwen3-4b", "4B-500"),
     _collection("rollout/8b/last_50", "qwen3-8b", "8B-400"),
+    _collection_of_iteration("rollout/4b/last_50", "qwen3-4b", "4B-500"),
+    _collection_of_iteration("rollout/8b/last_50", "qwen3-8b", "8B-400"),
     _iteration("iteration/4b/cumulative", "qwen3-4b"),
     _iteration("iteration/8b/cumulative", "qwen3-8b"),
-    _deficit("learning/8b/mean_deficit_kv4", "kv4", "deficit_accuracy", "accuracy lost to KV4 rollout"),
-    _deficit("learning/4b/reward_gap/kv4", "kv4", "deficit_reward_last", "reward lost to KV4 rollout"),
-    _deficit("learning/4b/reward_gap/kv4rl", "kv4rl", "deficit_reward_last", "reward lost to KV4-RL rollout"),
+    *(comparison for model in TASKS for comparison in _deficits(model)),
 )  # fmt: skip
 
 
@@ -152,11 +173,24 @@ def answers(directory: Path = RESULTS) -> list[tuple[Comparison, Published, dict
     for item in COMPARISONS:
         path = directory / item.file
         rows = read_rows(path, **item.where) if path.exists() else []
+        if item.base:
+            rows = _quotients(rows, read_rows(path, **item.where | {"arm": item.base}) if rows else [])
         if item.models:
             by_model = [[row for row in rows if row["model"] == model] for model in item.models]
             rows = next((mine for mine in by_model if mine), [])
         found.append((item, PUBLISHED[item.published], latest(rows) if rows else None))
     return found
+
+
+def _quotients(rows: Sequence[dict], bases: Sequence[dict]) -> list[dict]:
+    """How much more each base's value is than the row's, of those of one run: model, machine and command are equal."""
+    run = lambda row: (row["model"], row["hardware"], row["command"])
+    values = {run(row): float(row["value"]) for row in bases}
+    return [
+        row | {"value": str(values[run(row)] / float(row["value"])), "low": "", "high": "", "unit": "x"}
+        for row in rows
+        if run(row) in values
+    ]
 
 
 def compare(directory: Path = RESULTS) -> list[dict[str, str]]:

@@ -1,7 +1,7 @@
 """What the training runs in data/results/train.csv show: means over seeds, their intervals, and a plain verdict.
 
     python -m kv4rl.learning          # prints it
-    python -m kv4rl.learning --save   # and keeps the main setting's differences to BF16 as rows, which `compare` shows
+    python -m kv4rl.learning --save   # and keeps differences to BF16 as rows, which `compare` shows
 
 Runs are compared within one setting and one machine. Precisions are paired by seed: equal seeds have equal prompts and
 sampling noise, so their difference is less noisy than either score. Intervals are Student's t, 95 %, over seeds.
@@ -182,26 +182,38 @@ def verdict(setting: Setting) -> str:
 
 
 def deficit_rows(path: Path) -> list[dict[str, str]]:
-    """Rows of the main setting: by how much each precision's runs end below BF16's, paired, in `SCORES`.
+    """Rows of every model's main setting: by how much each precision's runs end below BF16's, paired, in `SCORES`.
 
     Experiment `learning`, metric `deficit_accuracy` or `deficit_reward_last`, shape the setting; low and high are the
     95 % interval over n seeds. They carry the machine and the commit of the runs. Empty where there is one seed.
     """
-    settings = read_runs(file=path)
-    name = main_setting(settings)
     rows = []
-    for precision, runs in settings[name].items():
-        run = next(iter(runs.values())).row
-        for metric in SCORES:
-            found = paired(settings[name], metric, precision)
-            if precision == "bf16" or found is None or found.seeds < 2:
-                continue
-            row = result_row(
-                experiment="learning", arm=precision, model=run["model"], shape=name or "preset", unit="fraction",
-                metric=f"deficit_{metric}", value=-found.mean, low=-found.high, high=-found.low, n=found.seeds,
-            )  # fmt: skip
-            rows.append(row | {column: run[column] for column in ("hardware", "torch", "commit", "date")})
+    for model in models(path):
+        settings = read_runs(model=model, file=path)
+        name = main_setting(settings)
+        for precision in settings[name].keys() - {"bf16"}:
+            rows += _deficits(settings[name], precision, name or "preset")
+    return sorted(rows, key=lambda row: (row["model"], row["arm"], row["metric"]))
+
+
+def _deficits(setting: Setting, precision: str, shape: str) -> list[dict[str, str]]:
+    rows, run = [], next(iter(setting[precision].values())).row
+    for metric in SCORES:
+        found = paired(setting, metric, precision)
+        if found is None or found.seeds < 2:
+            continue
+        row = result_row(
+            experiment="learning", arm=precision, model=run["model"], shape=shape, unit="fraction",
+            metric=f"deficit_{metric}", value=-found.mean, low=-found.high, high=-found.low, n=found.seeds,
+        )  # fmt: skip
+        rows.append(row | {column: run[column] for column in ("hardware", "torch", "commit", "date")})
     return rows
+
+
+def models(path: Path) -> list[str]:
+    """The models that a file has training runs of, in file order."""
+    rows = read_rows(path.resolve(), experiment="train")
+    return list(dict.fromkeys(row["model"] for row in rows if row["arm"] in PRECISIONS))
 
 
 def start_accuracy(*, model: str = "mini-qwen3", directory: Path = RESULTS, file: str | Path = FILE) -> Band | None:
@@ -241,7 +253,7 @@ def curves(setting: Setting) -> dict[str, list[list[dict[str, float]]]]:
 def report(path: Path) -> list[str]:
     """Every model's every setting of a file in lines of text: table, paired differences, verdict, lost ground."""
     lines = []
-    for model in dict.fromkeys(row["model"] for row in read_rows(path.resolve(), experiment="train")):
+    for model in models(path):
         for name, setting in read_runs(model=model, file=path).items():
             lines += ["", f"{model}, {describe(name, model=model)}:"]
             lines += [_line(row) for row in (*summary(setting), *differences(setting))]

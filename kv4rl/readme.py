@@ -16,7 +16,7 @@ import plotly.graph_objects as go
 from kv4rl.bench.kernels import BASELINE, TRITON
 from kv4rl.compare import ABSENT, ORIGIN, compare, ours
 from kv4rl.config import PRECISIONS
-from kv4rl.learning import curves, describe, main_setting, read_runs, summary, unstable, verdict
+from kv4rl.learning import Setting, curves, describe, main_setting, read_runs, summary, unstable, verdict
 from kv4rl.paper import PUBLISHED
 from kv4rl.results import REPOSITORY, RESULTS, latest, read_rows
 from kv4rl.viz.fidelity import width_sweeps
@@ -24,7 +24,7 @@ from kv4rl.viz.kernels import SMALL_BATCH, is_shape, kernel_speedups, of_table_a
 from kv4rl.viz.replay import replay_table, window_speedups
 from kv4rl.viz.rollout import today_rows
 from kv4rl.viz.style import PRECISION_NAMES, use_template
-from kv4rl.viz.training import learning_curves
+from kv4rl.viz.training import PANELS, learning_curves
 
 README = REPOSITORY / "README.md"
 PAGES = (README, REPOSITORY / "data" / "models" / "mini-qwen3" / "README.md", REPOSITORY / "kernels" / "README.md")
@@ -63,22 +63,29 @@ def results(rows: Path = RESULTS) -> str:
     return "\n".join([table, "", "Runs, by the table's numbers:", "", *made])
 
 
+LEARNERS = {"smollm2-135m": "SmolLM2-135M", "mini-qwen3": "mini model"}  # of the first one: table and picture
 LEARNT = ("reward_first", "reward_last", "accuracy", "response_tokens", "reference_kl", "sampler_mismatch")
 
 
 def training(rows: Path = RESULTS) -> str:
-    """The mini model's runs: mean [95 % interval] over seeds of the main setting, and what every setting shows."""
-    settings = read_runs(directory=rows)
-    if not settings:
+    """Mean [95 % interval] over seeds of the first learner's main setting; what every learner's every setting shows."""
+    runs = {model: read_runs(model=model, directory=rows) for model in LEARNERS}
+    shown = [
+        f"- {LEARNERS[model]}, {describe(name, model=model)} ({_machine(setting)}): "
+        + "; ".join([verdict(setting), *unstable(setting, model=model, directory=rows)])
+        for model, settings in runs.items()
+        for name, setting in settings.items()
+    ]
+    first = next(filter(None, runs.values()), None)
+    if first is None:
         return _table([], ())
-    main = main_setting(settings)
-    shown = []
-    for name, setting in settings.items():
-        said = "; ".join([verdict(setting), *unstable(setting, directory=rows)])
-        run = next(run for runs in setting.values() for run in runs.values())
-        shown.append(f"- {describe(name)} ({run.row['hardware']}): {said}.")
-    table = _table(summary(settings[main]), ("precision", "seeds", *LEARNT))
-    return "\n\n".join([table, "\n".join(shown)])
+    table = _table(summary(first[main_setting(first)]), ("precision", "seeds", *LEARNT))
+    return "\n\n".join([table, "\n".join(f"{line}." for line in shown)])
+
+
+def _machine(setting: Setting) -> str:
+    """Hardware of a setting's runs: `read_runs` keeps those of one machine."""
+    return next(run.row["hardware"] for runs in setting.values() for run in runs.values())
 
 
 KERNEL_ARMS = {**{arm: PRECISION_NAMES[arm] for arm in PRECISIONS[1:]}, "kv4_p8": "KV4, 8-bit P", "bf16": "our BF16"}
@@ -251,14 +258,23 @@ def protection_sweeps() -> go.Figure:
     return figure.update_layout(width=900, title_font_size=15)
 
 
+def learning() -> go.Figure:
+    """Reward and sampler mismatch of the first learner's main setting: two panels, legible at the README's width."""
+    model, title = next(iter(LEARNERS.items()))
+    settings = read_runs(model=model)
+    main = main_setting(settings)
+    panels = [panel for panel in PANELS if panel[0] in ("critic/score/mean", "rollout_corr/k3_kl")]
+    figure = learning_curves(curves(settings[main]), panels=panels)
+    return figure.update_layout(title=f"{title}, {describe(main, model=model)}", title_font_size=15)
+
+
 def draw(directory: Path = REPOSITORY / "data" / "figures") -> list[Path]:
     """The README's pictures, as PNG (needs Chromium or Chrome). Returns their paths."""
     use_template()
-    settings = read_runs()
     kernels = of_table_a3(read_rows("kernels.csv", metric="speedup_vs_bf16", model="tp2_16q4kv"))
     figures = {
         "kernel_speedups": kernel_speedups(kernels),
-        "learning_curves": learning_curves(curves(settings[main_setting(settings)])),
+        "learning_curves": learning(),
         "width_sweeps": protection_sweeps(),
     }
     directory.mkdir(parents=True, exist_ok=True)

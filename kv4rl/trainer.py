@@ -33,7 +33,7 @@ from kv4rl.rollout.share import SharedStream
 from kv4rl.rollout.sync import SyncCollector
 from kv4rl.rollout.trace import Trace
 from kv4rl.tasks.datasets import held_out_stream, open_stream
-from kv4rl.tasks.stream import LeftOut, MiniStream, take
+from kv4rl.tasks.stream import LeftOut, take
 
 
 class Scoring:
@@ -262,7 +262,7 @@ def _evaluation_prompts(config: TrainConfig, tokenizer, left_out: list[LeftOut])
         return []
     left_out += stream.left_out
     count = config.evaluate_prompts
-    return take(stream, count if isinstance(stream, MiniStream) else min(count, len(stream)))
+    return take(stream, count if stream.size is None else min(count, stream.size))
 
 
 def evaluation_sampling(config: TrainConfig) -> Sampling:

@@ -46,6 +46,7 @@ class MiniStream:
     """
 
     left_out: tuple[LeftOut, ...] = ()  # every mini task can be graded
+    size = None  # different prompts: without end
 
     def __init__(self, seed: int, *, split: str = "train", tokenizer: PreTrainedTokenizerBase | None = None):
         require(split in SPLITS, "split", split, f"one of {SPLITS}")
@@ -115,6 +116,11 @@ class TaskStream:
         kept = "".join(f"\0{prompt.prompt_id}" for prompt in self._prompts).encode()
         self._digest = hashlib.sha256(identity + kept).hexdigest()[:16]
         self._cursor, self._order = 0, []
+
+    @property
+    def size(self) -> int:
+        """How many different prompts there are."""
+        return len(self)
 
     def __len__(self) -> int:
         return len(self._prompts)

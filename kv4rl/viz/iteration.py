@@ -53,15 +53,13 @@ def _shown(values: Mapping[str, float], metric: str, form: str) -> str:
 def iteration_phases(rows: Sequence[Mapping[str, str]]) -> go.Figure:
     """One stacked bar a model, length law and precision; a colour a phase."""
     found = phase_seconds(rows)
-    labels = [
-        [f"{model}<br>{shape}" for model, shape, _ in found], [PRECISION_NAMES[precision] for *_, precision in found]
-    ]  # fmt: skip
+    labels = [f"{model}, {shape}, {PRECISION_NAMES[precision]}" for model, shape, precision in found]
     figure = go.Figure()
     for metric, (name, colour) in PHASES.items():
         values = [entry.get(metric) for entry in found.values()]
         figure.add_bar(y=labels, x=values, name=name, orientation="h", marker_color=colour)
     figure.update_xaxes(title_text="seconds of one training iteration")
-    figure.update_yaxes(autorange="reversed")
+    figure.update_yaxes(autorange="reversed", automargin=True)
     figure.update_layout(
         barmode="stack", height=170 + 40 * len(found), width=900, legend={"orientation": "h", "y": 1.15}
     )

@@ -25,7 +25,9 @@ def learning_curves(runs: Mapping[str, Sequence[Sequence[Mapping]]], *, panels=P
     Args: runs: precision -> runs (seeds), each the metric lines (`kv4rl.metrics`) of its updates in order. Runs of
     unequal length are drawn as far as the shortest.
     """
-    figure = make_subplots(rows=1, cols=len(panels), subplot_titles=[title for _, title in panels])
+    titles = [title for _, title in panels]
+    between = 0.3 / len(panels)  # room for tick labels such as -0.001
+    figure = make_subplots(rows=1, cols=len(panels), subplot_titles=titles, horizontal_spacing=between)
     for precision, seeds in runs.items():
         for column, (name, _) in enumerate(panels, start=1):
             values = [np.array([line[name] for line in lines if name in line], dtype=float) for lines in seeds]
@@ -34,6 +36,7 @@ def learning_curves(runs: Mapping[str, Sequence[Sequence[Mapping]]], *, panels=P
             traces = _precision_traces(precision, table, window, legend=column == 1)
             figure.add_traces(traces, rows=1, cols=column)
     figure.update_xaxes(title_text="policy update")
+    figure.update_annotations(font_size=14)  # the panels' titles, apart from each other
     figure.update_layout(height=360, width=300 * len(panels))
     return figure
 

@@ -40,6 +40,17 @@ def test_rows_on_two_gpus_go_before_those_on_one_and_the_model_is_named(tmp_path
     assert add("qwen3-4b-tp1", 3.0)["ours"] == "2 x"
 
 
+def test_a_collections_speedup_is_taken_within_one_run(tmp_path):
+    def add(arm, value, command):
+        about = {"experiment": "iteration", "model": "qwen3-4b", "shape": "4B-500", "metric": "rollout_s", "unit": "s"}
+        write_rows(tmp_path / "iteration.csv", [result_row(**about, arm=arm, value=value, command=command)])
+        return next((line["ours"] for line in compare(tmp_path) if line["ours"] != ABSENT), ABSENT)
+
+    assert add("kv4rl", 20.0, "first") == ABSENT
+    assert add("bf16", 50.0, "second") == ABSENT
+    assert add("bf16", 50.0, "first") == "2.5 x"
+
+
 @pytest.mark.parametrize("item", STORAGE_KL, ids=lambda item: item.published)
 def test_a_storage_kl_is_of_the_published_bits(item):
     """An arm's name does not say its group where that is the whole head: int4-k is group 64 at head_dim 64."""

@@ -76,6 +76,9 @@ def test_differences_of_the_main_setting_are_kept_as_rows_of_the_runs_machine(wo
     lost = rows["kv4", "deficit_reward_last"]
     assert float(lost["value"]) == pytest.approx(0.2) and float(lost["low"]) <= 0.2 <= float(lost["high"])
     assert lost["n"] == "2" and ("kv8", "deficit_accuracy") not in rows
+    others = [row | {"model": "smollm2-135m"} for row in read_rows(tmp_path / "train.csv", experiment="train")]
+    write_rows(tmp_path / "train.csv", others)
+    assert {row["model"] for row in learning.deficit_rows(tmp_path / "train.csv")} == {"mini-qwen3", "smollm2-135m"}
     assert list(learning.read_runs(file=tmp_path / "train.csv")) == ["updates=8,grpo.learning_rate=0.0003"]
 
 

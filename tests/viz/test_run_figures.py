@@ -49,6 +49,7 @@ def test_iterations_are_listed_bf16_first_with_rollouts_share():
     assert lines[0]["rollout, s"] == "12.00" and lines[1]["rollout share"] == "60%"
     figure = iteration_phases(rows(**seconds))
     assert sum(trace.x[0] for trace in figure.data) == 20 and iteration_rows([]) == []
+    assert [label.rpartition(", ")[2] for label in figure.data[0].y] == ["BF16", "KV4-RL"]
 
 
 def test_a_learner_without_rollout_is_listed_last_and_drawn_nowhere():
@@ -56,7 +57,7 @@ def test_a_learner_without_rollout_is_listed_last_and_drawn_nowhere():
     lines = iteration_rows(given + rows(update_s=1.0))
     assert [line["rollout through"] for line in lines] == ["bf16", "kv4rl", "no rollout"]
     assert lines[-1]["update, s"] == "2.50" and lines[-1]["rollout, s"] == "-"
-    assert iteration_phases(given).data[0].y[0] == []
+    assert len(iteration_phases(given).data[0].y) == 0
 
 
 def test_distances_are_the_papers_and_ours_only_from_two_seeds_on():
