@@ -1,7 +1,8 @@
 """The `cuda` backend: kernels/cuda on Hopper. One `write_kv` and one `decode` launch a layer, one `plan` a step.
 
 Host side only: argument structures, workspaces and launches. What the kernels compute is `attention/reference.py`;
-how, kernels/README.md. Every launch goes to the current stream, synchronises nothing and can be captured in a graph.
+how, kernels/README.md. Every launch goes to the current stream of the cache's device, synchronises nothing and can be
+captured in a graph.
 """
 
 import ctypes
@@ -29,8 +30,11 @@ SHARED_BYTES = 228 * 1024  # of a Hopper multiprocessor; each block costs 1 KB b
 _int = ctypes.c_int
 
 
-def _stream() -> ctypes.c_void_p:
-    return ctypes.c_void_p(torch.cuda.current_stream().cuda_stream)
+def _launch(what: str, launch, device: torch.device, *arguments) -> None:
+    """Launch on the current stream of `device`, which the runtime wants to be the current device as well."""
+    with torch.cuda.device(device.index):
+        stream = ctypes.c_void_p(torch.cuda.current_stream(device.index).cuda_stream)
+        jit.check(launch(*arguments, stream), what)
 
 
 def write_kv(cache, layer: int, q, k, v, where, before=None, prepared=None) -> torch.Tensor | None:
@@ -38,13 +42,14 @@ def write_kv(cache, layer: int, q, k, v, where, before=None, prepared=None) -> t
 
     `before` (model/pointwise.py: NormRotate): QK-norm and RoPE that q and k still need. Returns the prepared queries,
     uint8 [N, query_heads, d + 16] (INT8 codes of the rotated query, FP32 scale, FP32 sum of codes; layout.cuh), or for
-    `bf16` [N, query_heads, 2*d + 16] (the elements); None without q. `prepared`: where to put them.
+    `bf16` [N, query_heads, 2*d + 16] (the elements); None without q. `prepared`: where to put them. Raises
+    `ValueError`, naming the tensor, for what does not fit the cache.
     """
     if q is not None and prepared is None:
         prepared = prepared_queries(cache, q)
     arguments = write_arguments(cache, layer, q, k, v, where, prepared, before)
     library = jit.build("write_kv", **write_defines(cache, before, where))
-    jit.check(library.launch_write_kv(ctypes.byref(arguments), _stream()), "write_kv")
+    _launch("write_kv", library.launch_write_kv, cache.device, ctypes.byref(arguments))
     return prepared
 
 
@@ -85,10 +90,11 @@ BYTES_TUNING = Tuning(4, 2, 2)  # 8-bit P: more registers
 
 @lru_cache
 def decode_kernel(
-    precision: str, head_dim: int, group: int, dtype: torch.dtype, entries: int, operand: str = "fp16",
-    tuning: Tuning | None = None,
+    precision: str, head_dim: int, group: int, dtype: torch.dtype, entries: int, device: torch.device,
+    operand: str = "fp16", tuning: Tuning | None = None,
 ) -> Kernel:  # fmt: skip
-    """Build and describe the decode kernel of a precision and head shape, with `entries` side-buffer positions.
+    """Build the decode kernel of a precision and head shape, with `entries` side-buffer positions; describe it on
+    `device`, whose multiprocessors count, and which allows the kernel its shared memory.
 
     Wide heads hold more output in registers and have larger pages: fewer blocks and one page at a time then.
     """
@@ -109,7 +115,8 @@ def decode_kernel(
     defines |= {"BLOCKS": blocks, "STAGES": max(stages, 2), "TILES": tuning.tiles}
     library = jit.build(name, **defines)
     shared, grid = _int(), _int()
-    error = getattr(library, f"describe_{name}")(group, entries, ctypes.byref(shared), ctypes.byref(grid))
+    with torch.cuda.device(device.index):
+        error = getattr(library, f"describe_{name}")(group, entries, ctypes.byref(shared), ctypes.byref(grid))
     jit.check(error, name)
     require(grid.value > 0, "sink_tokens + recent_tokens", entries, "fewer: their scales must fit in shared memory")
     return Kernel(getattr(library, f"launch_{name}"), name, shared.value, grid.value)
@@ -129,6 +136,11 @@ def ring_stages(precision, head_dim, group, dtype, entries, warps: int, blocks: 
     return min(16, left // (warps * chunk_bytes(precision, head_dim, dtype) + 16))
 
 
+def takes_pages(cache) -> bool:
+    """Whether the decode kernels read the cache's pages: not FP32 elements."""
+    return not (cache.kv.precision == "bf16" and cache.shape.dtype == torch.float32)
+
+
 class DecodePlan:
     """Workspace and schedule of decode steps of at most `max_rows` requests of at most `max_pages` pages.
 
@@ -138,34 +150,40 @@ class DecodePlan:
 
     def __init__(self, cache, max_rows: int, max_pages: int, chunk_weight: int | None = None):
         shape = cache.shape
+        require(takes_pages(cache), "dtype of bf16 pages", shape.dtype, "16-bit elements: tensor cores take those")
         self.cache = cache
         self.workspace = Workspace(cache, max_rows, max_pages, chunk_weight)
         self.kernel = decode_kernel(
-            cache.kv.precision, shape.head_dim, shape.group, shape.dtype, cache.side.entries,
+            cache.kv.precision, shape.head_dim, shape.group, shape.dtype, cache.side.entries, cache.device,
             cache.kv.probability_operand,
         )  # fmt: skip
         self.batch = None
 
     def plan(self, batch) -> None:
-        """Divide the batch into work items, on the device. Raises `ValueError` beyond the plan's limits."""
+        """Divide the batch into work items, on the device.
+
+        Raises `ValueError` for a batch beyond the plan's limits, or as `KVCache.decode` does.
+        """
         space = self.workspace
+        batch.check(len(batch.context_tokens), self.cache.limits)
         require(space.fits(batch), "page_table.shape", tuple(batch.page_table.shape), f"at most {space.limits}")
         self.batch = batch
         arguments = plan_arguments(self.cache, batch, space.units, space.counters, space.chunk_weight)
-        jit.check(jit.build("plan").launch_plan(ctypes.byref(arguments), _stream()), "plan")
+        _launch("plan", jit.build("plan").launch_plan, self.cache.device, ctypes.byref(arguments))
 
     def run(self, layer: int, prepared: torch.Tensor, out: torch.Tensor, lse: torch.Tensor | None = None) -> None:
         """Attention of the planned batch in one layer: out [rows, query_heads, d]; lse FP32 [rows, query_heads].
 
-        Raises `ValueError` for tensors of the wrong shape, dtype or stride.
+        Raises `ValueError` before `plan`, and for tensors of the wrong shape, dtype, device or stride.
         """
         space, kernel = self.workspace, self.kernel
+        require(self.batch is not None, "planned batch", self.batch, "plan(batch) before run(...)")
         arguments = decode_arguments(
             self.cache, layer, self.batch, prepared, out, lse,
             space.units, space.counters, space.partial, space.arrivals,
         )  # fmt: skip
-        error = kernel.launch(ctypes.byref(arguments), kernel.shared_bytes, kernel.blocks, _stream())
-        jit.check(error, kernel.name)
+        device = self.cache.device
+        _launch(kernel.name, kernel.launch, device, ctypes.byref(arguments), kernel.shared_bytes, kernel.blocks)
 
 
 class CudaBackend:
@@ -195,7 +213,7 @@ class CudaBackend:
 
     def takes_raw(self, cache) -> bool:
         """All but FP32 pages, whose decode is not ours."""
-        return not (cache.kv.precision == "bf16" and cache.shape.dtype == torch.float32)
+        return takes_pages(cache)
 
     def write_and_decode(self, cache, layer, q, k, v, where, batch, return_lse=False, before=None):
         """As `write`, then `decode`; the token's q, k and v go through one launch of `write_kv`."""
@@ -244,4 +262,5 @@ def make_backend(device: torch.device) -> CudaBackend:
             f"it is built for Hopper (sm_90), this device is sm_{capability[0]}{capability[1]}: use backend='triton'"
         )
     jit.compiler()
+    jit.build("plan")  # the smallest, and needed anyway: shows now, while there is a way back, whether nvcc can
     return CudaBackend()

@@ -5,6 +5,7 @@ import math
 
 import torch
 
+from kv4rl.cache.batch import protected_widths
 from kv4rl.config import require
 
 GRADED_WEIGHT = 128  # schedule.cuh: kGradedWeight
@@ -58,12 +59,6 @@ class DecodeArguments(ctypes.Structure):
     ]
 
 
-def regions_of(cache) -> tuple[int, int]:
-    """(sink, recent) widths that the kernels divide a context by: 0 unless positions are protected."""
-    kv = cache.kv
-    return (kv.sink_tokens, kv.recent_tokens) if kv.protected_tokens else (0, 0)
-
-
 def chunk_weight_of(num_slots: int, kv_heads: int) -> int:
     """Pages of a work item: few where few requests must fill the card, many where chunks would only cost merges.
 
@@ -81,23 +76,32 @@ def most_chunks(max_pages: int, regions: tuple[int, int], chunk_weight: int) -> 
     return 1 if weight <= chunk_weight else min(MAX_CHUNKS, -(-finer * weight // (2 * chunk_weight)))
 
 
-def _require_dense_heads(name: str, x: torch.Tensor) -> None:
-    dense = x.stride(-1) == 1 and x.stride(-2) == x.shape[-1]
-    require(dense, f"{name}.stride", tuple(x.stride()), "heads and channels dense: (any, head_dim, 1)")
-    aligned = x.data_ptr() % 16 == 0 and x.stride(0) * x.itemsize % 16 == 0
-    require(aligned, f"{name}.stride", tuple(x.stride()), "tokens at multiples of 16 bytes")
+def _require_dense(name: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple, cache, align: int = 16) -> None:
+    """Words are made only for what is wrong: some of these tensors are of every layer."""
+    right = x.is_contiguous() and x.dtype == dtype and x.shape == shape and x.device == cache.device
+    if not right:
+        found = f"{x.dtype} {tuple(x.shape)}, strides {tuple(x.stride())}, on {x.device}"
+        require(False, name, found, f"{dtype} {shape}, contiguous, on {cache.device}")
+    if x.data_ptr() % align:
+        require(False, f"{name}.data_ptr()", x.data_ptr(), f"a multiple of {align}")
 
 
-def _require_dense(name: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple[int, ...]) -> None:
-    right = x.is_contiguous() and x.dtype == dtype and tuple(x.shape) == shape
-    found = f"{x.dtype} {tuple(x.shape)}, strides {tuple(x.stride())}"
-    require(right, name, found, f"{dtype} {shape}, contiguous")
+def _code_bytes(cache) -> int:
+    """Bytes of a prepared query row before its tail: INT8 codes, or for `bf16` the elements."""
+    return cache.shape.head_dim * (cache.shape.dtype.itemsize if cache.kv.precision == "bf16" else 1)
 
 
 def prepared_queries(cache, q: torch.Tensor) -> torch.Tensor:
     """Room for `write_kv`'s prepared queries of q: uint8 [N, query_heads, bytes of a row] (layout.cuh)."""
-    row = cache.shape.head_dim * (2 if cache.kv.precision == "bf16" else 1) + QUERY_TAIL
-    return torch.empty(*q.shape[:2], row, dtype=torch.uint8, device=q.device)
+    return torch.empty(*q.shape[:2], _code_bytes(cache) + QUERY_TAIL, dtype=torch.uint8, device=q.device)
+
+
+def _require_prepared(cache, prepared: torch.Tensor, tokens: int, *, tail: bool = True) -> None:
+    """Rows of `prepared_queries`; without `tail`, as `write_kv` leaves it off elements, also rows of these alone."""
+    row = _code_bytes(cache)
+    if tail or cache.kv.precision != "bf16" or prepared.shape[-1] != row:
+        row += QUERY_TAIL
+    _require_dense("prepared", prepared, torch.uint8, (tokens, cache.shape.query_heads, row), cache)
 
 
 def write_defines(cache, before=None, where=None) -> dict[str, int]:
@@ -115,8 +119,10 @@ def write_defines(cache, before=None, where=None) -> dict[str, int]:
 def write_arguments(cache, layer: int, q, k, v, where, prepared, before=None) -> WriteArguments:
     """Arguments of `write_kv` for q (into `prepared`), for k and v (at `where`), or for all three.
 
-    `before` (model/pointwise.py: NormRotate): what is still to be done to q and k.
+    `before` (model/pointwise.py: NormRotate): what is still to be done to q and k. Raises `ValueError`, naming it, for
+    whatever does not fit the cache.
     """
+    _require_writable(cache, layer, q, k, v, where, prepared)
     shape, given = cache.shape, q if q is not None else k
     arguments = WriteArguments(
         tokens=len(given),
@@ -126,7 +132,6 @@ def write_arguments(cache, layer: int, q, k, v, where, prepared, before=None) ->
     )
     for name, x in (("q", q), ("k", k), ("v", v)):
         if x is not None:
-            _require_dense_heads(name, x)
             setattr(arguments, name, x.data_ptr())
             setattr(arguments, f"{name}_stride", x.stride(0) * x.itemsize)
     if q is not None:
@@ -136,25 +141,40 @@ def write_arguments(cache, layer: int, q, k, v, where, prepared, before=None) ->
         _point_at_rows(arguments, where, "page_ids offsets slots side_entries")
         _point_at_side(arguments, cache, layer)
     if before is not None:
-        _point_at_norm_and_rope(arguments, before, len(given), shape)
+        _point_at_norm_and_rope(arguments, before, len(given), cache)
     return arguments
 
 
-def _point_at_norm_and_rope(arguments: WriteArguments, before, tokens: int, shape) -> None:
+def _require_writable(cache, layer: int, q, k, v, where, prepared) -> None:
+    if (k is None) != (v is None) or (q is None and k is None):
+        given = ", ".join(name for name, x in (("q", q), ("k", k), ("v", v)) if x is not None) or None
+        require(False, "given", given, "q, or k and v, or all three")
+    if q is not None:
+        cache.check_layer(layer)
+        cache.check_heads("q", q, cache.shape.query_heads)
+        _require_prepared(cache, prepared, len(q), tail=False)
+    if k is not None:
+        require(where is not None, "where", where, "the TokenSlots of k and v")
+        cache.check_write(layer, k, v, where)
+        if q is not None and len(q) != len(k):
+            require(False, "q.shape", tuple(q.shape), f"as many tokens as k has, {len(k)}")
+
+
+def _point_at_norm_and_rope(arguments: WriteArguments, before, tokens: int, cache) -> None:
+    shape = cache.shape
     table, weight = (tokens, 1, shape.head_dim), (shape.head_dim,)
     tensors = [("cosines", before.cos, table), ("sines", before.sin, table)]
     if before.q_weight is not None:
         tensors += [("q_weight", before.q_weight, weight), ("k_weight", before.k_weight, weight)]
     for name, tensor, wanted in tensors:
-        _require_dense(name, tensor, shape.dtype, wanted)
-        require(tensor.data_ptr() % 16 == 0, f"{name}.data_ptr()", tensor.data_ptr(), "a multiple of 16")
+        _require_dense(name, tensor, shape.dtype, wanted, cache)
         setattr(arguments, name, tensor.data_ptr())
     arguments.eps = before.eps
 
 
 def plan_arguments(cache, batch, units, counters, chunk_weight: int) -> PlanArguments:
     """Arguments of `plan` for a `DecodeBatch`."""
-    sink, recent = regions_of(cache)
+    sink, recent = protected_widths(cache.kv)
     arguments = PlanArguments(
         units=units.data_ptr(),
         counters=counters.data_ptr(),
@@ -168,15 +188,15 @@ def plan_arguments(cache, batch, units, counters, chunk_weight: int) -> PlanArgu
 
 
 def decode_arguments(cache, layer: int, batch, prepared, out, lse, units, counters, partial, arrivals):
-    """Arguments of a decode kernel: `prepared` queries and a planned batch in, `out` and `lse` (or None) out."""
+    """Arguments of a decode kernel: `prepared` queries and a planned batch in, `out` and `lse` (or None) out.
+
+    Raises `ValueError`, naming it, for whatever does not fit the cache or the batch.
+    """
     shape, table = cache.shape, batch.page_table
-    require(table.stride(1) == 1, "page_table.stride", table.stride(), "a dense last dimension")
-    heads = (len(table), shape.query_heads)
-    _require_dense("prepared", prepared, torch.uint8, (*heads, prepared.shape[-1]))
-    _require_dense("out", out, out.dtype, (*heads, shape.head_dim))
-    if lse is not None:
-        _require_dense("lse", lse, torch.float32, heads)
-    sink, recent = regions_of(cache)
+    cache.check_layer(layer)
+    _require_prepared(cache, prepared, len(table))
+    _require_outputs(cache, out, lse, len(table))
+    sink, recent = protected_widths(cache.kv)
     arguments = DecodeArguments(
         query=prepared.data_ptr(),
         pages=cache.main.storage[layer].data_ptr(),
@@ -199,6 +219,16 @@ def decode_arguments(cache, layer: int, batch, prepared, out, lse, units, counte
     return arguments
 
 
+def _require_outputs(cache, out: torch.Tensor, lse: torch.Tensor | None, rows: int) -> None:
+    heads = (rows, cache.shape.query_heads)
+    require(out.dtype in INPUT_TYPES, "out.dtype", out.dtype, "bfloat16, float16 or float32")
+    _require_dense("out", out, out.dtype, (*heads, cache.shape.head_dim), cache)
+    if lse is not None:
+        _require_dense("lse", lse, torch.float32, heads, cache, align=4)
+        shared = lse.untyped_storage().data_ptr() == out.untyped_storage().data_ptr()
+        require(not (shared and rows), "lse", "in out's memory", "memory of its own: both are written")
+
+
 def _point_at_rows(arguments, source, names: str) -> None:
     """Point at dense copies of per-row index tensors, and keep the copies alive as long as the arguments are."""
     arguments.kept = [getattr(source, name).contiguous() for name in names.split()]
@@ -219,7 +249,7 @@ class Workspace:
     def __init__(self, cache, max_rows: int, max_pages: int, chunk_weight: int | None = None):
         shape, device = cache.shape, cache.device
         chunk_weight = chunk_weight or chunk_weight_of(cache.num_slots, shape.kv_heads)
-        chunks = most_chunks(max_pages, regions_of(cache), chunk_weight)
+        chunks = most_chunks(max_pages, protected_widths(cache.kv), chunk_weight)
         partials = max_rows * chunks if chunks > 1 else 0
         self.limits, self.chunk_weight = (max_rows, max_pages), chunk_weight
         self.units = torch.empty(max_rows * chunks * UNIT_BYTES, dtype=torch.uint8, device=device)

@@ -15,7 +15,8 @@ from kv4rl.attention.backends import BackendUnavailable
 
 ARCHITECTURE = "90a"  # Hopper: bulk copies into shared memory
 CACHE_VARIABLE = "KV4RL_CACHE"  # directory of built kernels; default ~/.cache/kv4rl
-CHECKED_VARIABLE = "KV4RL_EVERY_LANE_ARRIVES"  # 1: builds that compute-sanitizer's racecheck can follow (attend.cuh)
+CHECKED_VARIABLE = "KV4RL_EVERY_LANE_ARRIVES"  # 1: builds that compute-sanitizer's racecheck can follow (decode.cuh)
+FIX = "install the CUDA 13 toolkit, or set CUDA_HOME"
 
 
 def sources() -> Path:
@@ -30,7 +31,7 @@ def compiler() -> str:
     home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
     found = shutil.which("nvcc") or shutil.which(str(Path(home) / "bin" / "nvcc"))
     if found is None:
-        raise BackendUnavailable("no nvcc on PATH or under CUDA_HOME: install the CUDA 13 toolkit, or set CUDA_HOME")
+        raise BackendUnavailable(f"no nvcc on PATH or under CUDA_HOME: {FIX}")
     return found
 
 
@@ -70,7 +71,10 @@ def build(name: str, **defines: int) -> ctypes.CDLL:
             command = compile_command(compiler(), source, built, defines, "-shared", "-Xcompiler", "-fPIC")
             done = subprocess.run(command, capture_output=True, text=True, check=False)
             if done.returncode != 0:
-                raise BackendUnavailable(f"nvcc could not build {name}.cu: {done.stderr.strip()[-2000:]}")
+                raise BackendUnavailable(
+                    f"{command[0]} could not build {name}.cu for sm_{ARCHITECTURE}: {FIX}; "
+                    f"it says: {done.stderr.strip()[-2000:]}"
+                )
             built.replace(library)  # atomic: another process may build the same
     return ctypes.CDLL(str(library))
 

@@ -1,9 +1,10 @@
-"""Decode attention alone: every shape of Table A3 and the mixed lengths of §B.5, per precision, beside FlashInfer BF16.
+"""Decode attention alone: every shape of Table A3 and vectors as §B.5's, per precision, beside FlashInfer BF16.
 
 One process, one device, one TP2 or TP1 shard of Qwen3. `ms_per_layer` is the attention launch over prepared queries;
 `write_kv` (rotation, quantisation, packing of q, k, v; `write_kv_raw`: with QK-norm and RoPE) has rows of its own.
 Speedups are to FlashInfer's fa2 tensor-core decode, the paper's baseline (§A.2). Arms `*_triton` are the same
-precisions on the portable kernels: a launch over all parts and one that merges them.
+precisions on the portable kernels: a launch over all parts and one that merges them. §B.5's vectors (`replay_states`)
+have one speedup a model, of their summed times, in a row beside theirs.
 """
 
 import argparse
@@ -14,10 +15,12 @@ import torch
 
 from kv4rl.attention import triton
 from kv4rl.attention.cuda import DecodePlan, write_kv
+from kv4rl.bench.replay_states import HETEROGENEOUS, heterogeneous
 from kv4rl.bench.timing import copy_bytes_per_s, graph_ms, layers_beyond_cache
 from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
 from kv4rl.cache.main_cache import pages_for
-from kv4rl.config import KVConfig
+from kv4rl.cli import one_sentence
+from kv4rl.config import KVConfig, require
 from kv4rl.formats.packing import chunk_bytes
 from kv4rl.model.pointwise import NormRotate, compiled
 from kv4rl.paper import REPLAY_SHAPES
@@ -38,6 +41,7 @@ class Workload:
 
     name: str
     lengths: tuple[int, ...]
+    group: str = ""  # what its time is summed with, if with anything
 
 
 def uniform(batch: int, context: int) -> Workload:
@@ -45,7 +49,7 @@ def uniform(batch: int, context: int) -> Workload:
 
 
 def ragged(name: str, batch: int, mean: float, seed: int) -> Workload:
-    """Log-normal lengths as a trace has them (§B.5): sigma 0.8, the given mean, 32 to 17,000 tokens."""
+    """Log-normal lengths of one batch: sigma 0.8, the given mean, 32 to 17,000 tokens."""
     generator = torch.Generator().manual_seed(seed)
     draws = torch.exp(0.8 * torch.randn(batch, generator=generator))
     lengths = (draws * (mean / draws.mean())).clamp(32, 17000).long()
@@ -59,7 +63,8 @@ def workloads(which: str) -> list[Workload]:
     """
     table = [uniform(*shape) for shapes in REPLAY_SHAPES.values() for shape in shapes]
     quick = [uniform(*s) for s in ((608, 621), (640, 874), (640, 1463), (200, 2627), (368, 3461), (176, 6972))]
-    mixed = [ragged("ragged-4B-300", 440, 1550, seed=43), ragged("ragged-8B-250", 320, 4000, seed=44)]
+    vectors = [state for size in HETEROGENEOUS for state in heterogeneous(size)]
+    mixed = [Workload(f"{state.group}/{state.name}", state.contexts, state.group) for state in vectors]
     small = [uniform(b, n) for n in (1024, 8192, 32768) for b in (1, 4, 16, 64)]
     return {"table": table, "quick": quick, "ragged": mixed, "small": small, "all": table + mixed + small, "none": []}[
         which
@@ -120,7 +125,7 @@ class OurDecode:
         cache, heads = self.cache, self.cache.shape.kv_heads
         for row, n in enumerate(workload.lengths):
             where = TokenSlots.for_chunk(self.batch.page_table[row], row, 0, n, cache.kv)
-            where._checked = (n, cache.allocator.num_pages, cache.num_slots, cache.side.entries)
+            where.trust()
             cache.write(0, self._random(n, heads), self._random(n, heads), where)
         for tensor in cache.tensors:
             tensor[1:] = tensor[:1]
@@ -247,8 +252,8 @@ def _make(arm: str, workload: Workload, heads: tuple[int, int]):
     return OurDecode(arm, workload, heads)
 
 
-def rows_of(workload: Workload, shard: str, found: dict) -> list[dict]:
-    """CSV rows of one workload.
+def rows_of(workload: Workload, shard: str, found: dict, copy_rate: float) -> list[dict]:
+    """CSV rows of one workload; the speedups of a vector of a group are in the group's rows alone (`grouped`).
 
     Beside `OTHER_ARMS` alone the baseline leaves none: its stored time is the one that `ARMS`' speedups are to.
     """
@@ -259,11 +264,26 @@ def rows_of(workload: Workload, shard: str, found: dict) -> list[dict]:
         if arm == BASELINE and others and others <= set(OTHER_ARMS):
             continue
         about = {"experiment": "kernels", "arm": arm, "model": shard, "shape": workload.name, "n": 15}
+        rate = size / ms * 1e3
         rows.append(result_row(**about, metric="ms_per_layer", unit="ms", value=ms))
-        rows.append(result_row(**about, metric="kv_bytes_per_s", unit="B/s", value=size / ms * 1e3))
-        if base:
+        rows.append(result_row(**about, metric="kv_bytes_per_s", unit="B/s", value=rate))
+        rows.append(result_row(**about, metric="share_of_copy_rate", unit="share", value=rate / copy_rate))
+        if base and not workload.group:
             rows.append(result_row(**about, metric="speedup_vs_bf16", unit="x", value=base[0] / ms))
     return rows
+
+
+def grouped(measured: list[tuple[Workload, dict]]) -> list[tuple[Workload, dict]]:
+    """A workload for each group of vectors: per arm their mean milliseconds and bytes, whose ratios are the sums'."""
+    groups: dict[str, list[dict]] = {}
+    for workload, found in measured:
+        if workload.group:
+            groups.setdefault(workload.group, []).append(found)
+    means = lambda each: tuple(sum(values) / len(each) for values in zip(*each, strict=True))
+    return [
+        (Workload(group, ()), {arm: means([found[arm] for found in parts]) for arm in parts[0]})
+        for group, parts in groups.items()
+    ]
 
 
 def line_of(workload: Workload, shard: str, found: dict, copy_rate: float) -> str:
@@ -272,10 +292,10 @@ def line_of(workload: Workload, shard: str, found: dict, copy_rate: float) -> st
     for arm, (ms, size) in found.items():
         rate = size / ms * 1e3
         cells.append(f"{arm} {ms * 1e3:7.1f} us {rate / 1e12:.2f} TB/s {rate / copy_rate:4.0%} {base / ms:5.2f}x")
-    return f"{shard:>10} {workload.name:>14} | " + " | ".join(cells)
+    return f"{shard:>10} {workload.name:>18} | " + " | ".join(cells)
 
 
-def main(arguments: list[str] | None = None) -> None:
+def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m kv4rl.bench kernels", description=__doc__)
     parser.add_argument("--workloads", default="all", choices=("all", "table", "ragged", "small", "quick", "none"))
     parser.add_argument("--shards", nargs="+", default=["tp2_16q4kv"], choices=tuple(SHARDS))
@@ -283,24 +303,56 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("--arms", nargs="+", default=arms, choices=(*arms, *OTHER_ARMS))
     parser.add_argument("--out", default=FILE, help="CSV under data/results, or a path")
     options = parser.parse_args(arguments)
+    with one_sentence("kv4rl.bench kernels"):
+        require(torch.cuda.is_available(), "torch.cuda.is_available()", False, "a CUDA device: kernels are timed on it")
+    return options
 
+
+def measure_shard(shard: str, options: argparse.Namespace, copy_rate: float, rows: list[dict]) -> dict[str, float]:
+    """Add a shard's rows to `rows` and to the file, at once: a run cut short keeps what it measured.
+
+    Returns the worst speedup of each arm.
+    """
+    measured, worst = [], {}
+
+    def keep(workload: Workload, found: dict) -> None:
+        print(line_of(workload, shard, found, copy_rate), flush=True)
+        rows.extend(rows_of(workload, shard, found, copy_rate))
+        write_rows(options.out, rows)
+
+    for workload in workloads(options.workloads):
+        found = measure(workload, shard, options.arms)
+        measured.append((workload, found))
+        keep(workload, found)
+        for arm, (ms, _) in found.items():
+            speedup = found.get(BASELINE, (0.0, 0))[0] / ms
+            worst[arm] = min(worst.get(arm, speedup), speedup)
+    for workload, found in grouped(measured):
+        keep(workload, found)
+    return worst
+
+
+def step_rows(shard: str) -> list[dict]:
+    """`write_kv` for 64 and 640 tokens, printed and as rows."""
+    rows = []
+    for tokens in (64, 640):
+        for metric, us in Step(tokens, SHARDS[shard]).us().items():
+            print(f"{shard:>10} {metric.removesuffix('_us')} {tokens} tokens {us:.2f} us")
+            about = {"arm": "kv4rl", "model": shard, "shape": f"{tokens}", "metric": metric}
+            rows.append(result_row(experiment="kernels", unit="us", value=us, n=15, **about))
+    return rows
+
+
+def main(arguments: list[str] | None = None) -> None:
+    options = parse(arguments)
     copy_rate = copy_bytes_per_s()
     print(f"card: {torch.cuda.get_device_name()}, copy {copy_rate / 1e12:.2f} TB/s read plus written = 100%")
     rows, worst = [], {}
     for shard in options.shards:
-        for workload in workloads(options.workloads):
-            found = measure(workload, shard, options.arms)
-            print(line_of(workload, shard, found, copy_rate), flush=True)
-            rows += rows_of(workload, shard, found)
-            path = write_rows(options.out, rows)  # at once: a run cut short keeps what it measured
-            for arm, (ms, _) in found.items():
-                speedup = found.get(BASELINE, (0.0, 0))[0] / ms
-                worst[arm] = min(worst.get(arm, speedup), speedup)
-        for tokens in (64, 640) if "kv4rl" in options.arms else ():
-            for metric, us in Step(tokens, SHARDS[shard]).us().items():
-                print(f"{shard:>10} {metric.removesuffix('_us')} {tokens} tokens {us:.2f} us")
-                about = {"arm": "kv4rl", "model": shard, "shape": f"{tokens}", "metric": metric}
-                rows.append(result_row(experiment="kernels", unit="us", value=us, n=15, **about))
+        for arm, speedup in measure_shard(shard, options, copy_rate, rows).items():
+            worst[arm] = min(worst.get(arm, speedup), speedup)
+        if "kv4rl" in options.arms:
+            rows += step_rows(shard)
     path = write_rows(options.out, rows)
     summary = {"experiment": "kernels", "rows": len(rows), "file": str(path), "worst_speedup": worst}
     print(json.dumps(summary))

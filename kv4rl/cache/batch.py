@@ -5,15 +5,32 @@ On a CUDA device values are looked at on the current stream: whoever makes them 
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 
 from kv4rl.config import PAGE_TOKENS, KVConfig, require
 
 
-def _require_int64(name: str, tensor: torch.Tensor, shape: tuple[int, ...]) -> None:
+class Limits(NamedTuple):
+    """What indices into a cache are held to."""
+
+    num_pages: int
+    num_slots: int
+    entries: int  # of a slot of the side buffer
+    widths: tuple[int, int]  # `protected_widths` of its configuration
+    device: torch.device
+
+
+def protected_widths(kv: KVConfig) -> tuple[int, int]:
+    """(sink, recent) positions that a side buffer keeps, by which a context is divided: 0 unless there is one."""
+    return (kv.sink_tokens, kv.recent_tokens) if kv.protected_tokens else (0, 0)
+
+
+def _require_int64(name: str, tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
     require(tensor.dtype == torch.int64, f"{name}.dtype", tensor.dtype, "torch.int64")
     require(tuple(tensor.shape) == shape, f"{name}.shape", tuple(tensor.shape), f"{shape}")
+    require(tensor.device == device, f"{name}.device", str(tensor.device), f"the cache's, {device}")
 
 
 def _require_range(name: str, tensor: torch.Tensor, low: int, high: int) -> None:
@@ -29,13 +46,25 @@ def _may_inspect(tensor: torch.Tensor) -> bool:
 
 
 class _Trusting:
-    """Index tensors whose values are looked at once, or not at all."""
+    """Index tensors whose values are looked at once, or not at all; their shapes, types and device once in any case."""
 
     _trusted = False
 
     def trust(self) -> None:
         """Leave the values unchecked from now on: they come from the scheduler, and a look would stall the device."""
         self._trusted = True
+
+    def check(self, rows: int, limits: Limits) -> None:
+        """Raise `ValueError` unless there are `rows` rows, and each names places that exist."""
+        checked = (rows, limits)
+        if self._checked == checked:
+            return
+        self._check_kinds(rows, limits)
+        if not self._trusted:
+            if not _may_inspect(self.slots):
+                return
+            self._check_values(limits)
+        self._checked = checked
 
 
 def side_entries(positions: torch.Tensor, first_recent: torch.Tensor | int, kv: KVConfig) -> torch.Tensor:
@@ -51,9 +80,12 @@ def side_entries(positions: torch.Tensor, first_recent: torch.Tensor | int, kv: 
     return torch.where(positions < s, positions, ring)
 
 
+ROWS = ("page_ids", "offsets", "positions", "slots", "side_entries")
+
+
 @dataclass
 class TokenSlots(_Trusting):
-    """Where N new tokens go. All fields int64 [N]; values are checked once, against the first cache that uses them.
+    """Where N new tokens go. Tensors int64 [N] on the cache's device; values are checked once, against the first cache.
 
     A row with page_id -1 writes nothing. No two rows may name the same place, with `page_each` not even the same page,
     which lets a kernel rewrite more of a page than the token.
@@ -65,6 +97,7 @@ class TokenSlots(_Trusting):
     slots: torch.Tensor  # the request's row of the side buffer
     side_entries: torch.Tensor  # -1: not kept in the side buffer
     page_each: bool = False
+    widths: tuple[int, int] | None = None  # `protected_widths` that `side_entries` are for; None: not stated
     _checked: tuple | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
@@ -86,6 +119,7 @@ class TokenSlots(_Trusting):
             positions=positions,
             slots=torch.full_like(positions, slot),
             side_entries=side_entries(positions, stop - kv.recent_tokens, kv),
+            widths=protected_widths(kv),
         )
 
     @classmethod
@@ -100,29 +134,30 @@ class TokenSlots(_Trusting):
             slots=batch.slots,
             side_entries=side_entries(positions, 0, kv),
             page_each=True,
+            widths=protected_widths(kv),
         )
 
     @staticmethod
     def cat(parts: "Sequence[TokenSlots]") -> "TokenSlots":
         """Several requests' tokens in one write, in order."""
         require(len(parts) > 0, "parts", parts, "at least one TokenSlots")
-        names = ("page_ids", "offsets", "positions", "slots", "side_entries")
-        return TokenSlots(*(torch.cat([getattr(part, name) for part in parts]) for name in names))
+        widths = {part.widths for part in parts} - {None}
+        require(len(widths) <= 1, "side_entries for (sink, recent)", sorted(widths), "the same in all parts")
+        joined = (torch.cat([getattr(part, name) for part in parts]) for name in ROWS)
+        return TokenSlots(*joined, widths=next(iter(widths), None))
 
-    def check(self, num_tokens: int, num_pages: int, num_slots: int, num_entries: int) -> None:
-        """Raise `ValueError` unless every row names a place that exists."""
-        bounds = (num_tokens, num_pages, num_slots, num_entries)
-        if self._checked == bounds:
-            return
-        for name in ("page_ids", "offsets", "positions", "slots", "side_entries"):
-            _require_int64(name, getattr(self, name), (num_tokens,))
-        if not self._trusted and _may_inspect(self.page_ids):
-            _require_range("page_ids", self.page_ids, -1, num_pages)
-            _require_range("offsets", self.offsets, 0, PAGE_TOKENS)
-            _require_range("side_entries", self.side_entries, -1, num_entries)
-            _require_range("slots", self.slots[(self.page_ids >= 0) & (self.side_entries >= 0)], 0, num_slots)
-            self._require_page_each()
-            self._checked = bounds
+    def _check_kinds(self, rows: int, limits: Limits) -> None:
+        for name in ROWS:
+            _require_int64(name, getattr(self, name), (rows,), limits.device)
+        made_for = self.widths in (None, limits.widths)
+        require(made_for, "side_entries for (sink, recent)", self.widths, f"the cache's, {limits.widths}")
+
+    def _check_values(self, limits: Limits) -> None:
+        _require_range("page_ids", self.page_ids, -1, limits.num_pages)
+        _require_range("offsets", self.offsets, 0, PAGE_TOKENS)
+        _require_range("side_entries", self.side_entries, -1, limits.entries)
+        _require_range("slots", self.slots[(self.page_ids >= 0) & (self.side_entries >= 0)], 0, limits.num_slots)
+        self._require_page_each()
 
     def _require_page_each(self) -> None:
         if self.page_each:
@@ -133,28 +168,28 @@ class TokenSlots(_Trusting):
 
 @dataclass
 class DecodeBatch(_Trusting):
-    """B requests of one query token each; values are checked once, against the first cache that uses them."""
+    """B requests of one query token each, on the cache's device; values are checked once, against the first cache."""
 
     page_table: torch.Tensor  # int64 [B, max_pages], padded with -1
     context_tokens: torch.Tensor  # int64 [B], with the token just written; 0: a padding row
     slots: torch.Tensor  # int64 [B], rows of the side buffer
     _checked: tuple | None = field(default=None, init=False, repr=False, compare=False)
 
-    def check(self, num_requests: int, num_pages: int, num_slots: int | None) -> None:
-        """Raise `ValueError` unless every context lies in pages that exist (num_slots None: no side buffer)."""
-        bounds = (num_requests, num_pages, num_slots)
-        if self._checked == bounds:
-            return
-        require(self.page_table.dim() == 2, "page_table.shape", tuple(self.page_table.shape), "[B, max_pages]")
+    def _check_kinds(self, rows: int, limits: Limits) -> None:
+        table = self.page_table
+        require(table.dim() == 2, "page_table.shape", tuple(table.shape), "[B, max_pages]")
+        _require_int64("page_table", table, (rows, table.shape[1]), limits.device)
+        dense = table.shape[1] <= 1 or table.stride(1) == 1
+        require(dense, "page_table.stride", table.stride(), "a dense last dimension")
+        _require_int64("context_tokens", self.context_tokens, (rows,), limits.device)
+        _require_int64("slots", self.slots, (rows,), limits.device)
+
+    def _check_values(self, limits: Limits) -> None:
+        """Pages beyond a context and slots of padding rows are nobody's business, nor slots without a side buffer."""
         max_pages = self.page_table.shape[1]
-        _require_int64("page_table", self.page_table, (num_requests, max_pages))
-        _require_int64("context_tokens", self.context_tokens, (num_requests,))
-        _require_int64("slots", self.slots, (num_requests,))
-        if not self._trusted and _may_inspect(self.page_table):
-            _require_range("context_tokens", self.context_tokens, 0, max_pages * PAGE_TOKENS + 1)
-            first_position = torch.arange(max_pages, device=self.page_table.device) * PAGE_TOKENS
-            used = first_position < self.context_tokens[:, None]
-            _require_range("page_table", self.page_table[used], 0, num_pages)
-            if num_slots is not None:
-                _require_range("slots", self.slots[self.context_tokens > 0], 0, num_slots)
-            self._checked = bounds
+        _require_range("context_tokens", self.context_tokens, 0, max_pages * PAGE_TOKENS + 1)
+        first_position = torch.arange(max_pages, device=self.page_table.device) * PAGE_TOKENS
+        used = first_position < self.context_tokens[:, None]
+        _require_range("page_table", self.page_table[used], 0, limits.num_pages)
+        if limits.entries:
+            _require_range("slots", self.slots[self.context_tokens > 0], 0, limits.num_slots)

@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 import torch
 
 from kv4rl.attention.backends import choose_backend
-from kv4rl.cache.batch import DecodeBatch, TokenSlots
+from kv4rl.cache.batch import DecodeBatch, Limits, TokenSlots, protected_widths
 from kv4rl.cache.main_cache import MainCache
 from kv4rl.cache.page_allocator import OutOfPages, PageAllocator
 from kv4rl.cache.side_buffer import SideBuffer
@@ -64,11 +64,11 @@ class KVCache:
             )  # fmt: skip
         self.kv = kv
         self.shape = shape
-        self.device = torch.device(device)
         self.num_slots = num_slots
         self.policy_version = 0  # of the weights that computed what is stored; set by whoever syncs weights
         sizes = {"num_layers": shape.num_layers, "kv_heads": shape.kv_heads, "head_dim": shape.head_dim}
-        self.main = MainCache(kv, num_pages=num_pages, dtype=shape.dtype, device=self.device, **sizes)
+        self.main = MainCache(kv, num_pages=num_pages, dtype=shape.dtype, device=device, **sizes)
+        self.device = self.main.storage.device  # with its index: "cuda" is the device that is current now
         self.side = SideBuffer(kv, num_slots=num_slots, device=self.device, **sizes)
         self.allocator = PageAllocator(num_pages)
         self.backend = choose_backend(backend, self.device)
@@ -95,9 +95,9 @@ class KVCache:
 
         k, v: [N, kv_heads, d] in the model's dtype, k after RoPE (and QK-norm), not rotated: that happens here.
         Both representations are quantised from these vectors (§5.3). Raises `ValueError` for a wrong layer, shape,
-        dtype or device, or a place that does not exist.
+        dtype, device or stride, or a place that does not exist.
         """
-        self._check_write(layer, k, v, where)
+        self.check_write(layer, k, v, where)
         if len(k):
             self.backend.write(self, layer, k, v, where)
 
@@ -141,30 +141,57 @@ class KVCache:
         if not together or not len(q):
             self.write(layer, k, v, where)
             return self.decode(layer, q, batch)
-        self._check_write(layer, k, v, where)
+        self.check_write(layer, k, v, where)
         self._check_decode(layer, q, batch)
         if before is None:
             return self.backend.write_and_decode(self, layer, q, k, v, where, batch)
         return self.backend.write_and_decode(self, layer, q, k, v, where, batch, before=before)
 
-    def _check_write(self, layer: int, k: torch.Tensor, v: torch.Tensor, where: TokenSlots) -> None:
-        self._check_layer(layer)
-        for name, tensor in (("k", k), ("v", v)):
-            self._check_heads(name, tensor, self.shape.kv_heads)
-        require(k.shape == v.shape, "v.shape", tuple(v.shape), f"k's, {tuple(k.shape)}")
-        where.check(len(k), self.allocator.num_pages, self.num_slots, self.side.entries)
+    @property
+    def limits(self) -> Limits:
+        """What `TokenSlots` and `DecodeBatch` are checked against."""
+        pages, entries = self.allocator.num_pages, self.side.entries
+        return Limits(pages, self.num_slots, entries, protected_widths(self.kv), self.device)
+
+    def check_write(self, layer: int, k: torch.Tensor, v: torch.Tensor, where: TokenSlots) -> None:
+        """Raise `ValueError` for what `write` refuses."""
+        self.check_layer(layer)
+        self.check_heads("k", k, self.shape.kv_heads)
+        self.check_heads("v", v, self.shape.kv_heads)
+        if k.shape != v.shape:
+            require(False, "v.shape", tuple(v.shape), f"k's, {tuple(k.shape)}")
+        where.check(len(k), self.limits)
 
     def _check_decode(self, layer: int, q: torch.Tensor, batch: DecodeBatch) -> None:
-        self._check_layer(layer)
-        self._check_heads("q", q, self.shape.query_heads)
-        batch.check(len(q), self.allocator.num_pages, self.num_slots if self.side.entries else None)
+        self.check_layer(layer)
+        self.check_heads("q", q, self.shape.query_heads)
+        batch.check(len(q), self.limits)
 
-    def _check_layer(self, layer: int) -> None:
+    def check_layer(self, layer: int) -> None:
+        """Raise `ValueError` unless the cache has this layer."""
         require(0 <= layer < self.shape.num_layers, "layer", layer, f"0 … {self.shape.num_layers - 1}")
 
-    def _check_heads(self, name: str, x: torch.Tensor, heads: int) -> None:
-        wanted = (heads, self.shape.head_dim)
-        ok = x.dim() == 3 and tuple(x.shape[1:]) == wanted
-        require(ok, f"{name}.shape", tuple(x.shape), f"[N, {heads}, {self.shape.head_dim}]")
-        require(x.dtype == self.shape.dtype, f"{name}.dtype", x.dtype, f"the model's, {self.shape.dtype}")
-        require(x.device.type == self.device.type, f"{name}.device", str(x.device), f"the cache's, {self.device}")
+    def check_heads(self, name: str, x: torch.Tensor, heads: int) -> None:
+        """Raise `ValueError` unless x is [N, heads, d] in the model's dtype, on the cache's device, tokens dense.
+
+        Every layer of a step comes here: words are made only for what is wrong.
+        """
+        shape, d = self.shape, self.shape.head_dim
+        fits = x.shape[1:] == (heads, d) and x.dtype == shape.dtype and x.device == self.device
+        if fits and _dense_tokens(x):
+            return
+        require(x.dim() == 3 and x.shape[1:] == (heads, d), f"{name}.shape", tuple(x.shape), f"[N, {heads}, {d}]")
+        require(x.dtype == shape.dtype, f"{name}.dtype", x.dtype, f"the model's, {shape.dtype}")
+        require(x.device == self.device, f"{name}.device", str(x.device), f"the cache's, {self.device}")
+        expected = "heads and channels dense, (any, head_dim, 1), tokens at multiples of 16 bytes"
+        require(False, f"{name}.stride", x.stride(), expected)
+
+
+def _dense_tokens(x: torch.Tensor) -> bool:
+    """Whether each token's heads [N, heads, d] are one dense run, as kernels read them, that begins at 16 bytes."""
+    if x.data_ptr() % 16:
+        return False
+    if x.is_contiguous():
+        return True
+    dense = x.stride(2) == 1 and (x.shape[1] == 1 or x.stride(1) == x.shape[2])
+    return dense and (len(x) == 1 or x.stride(0) * x.itemsize % 16 == 0)

@@ -3,7 +3,7 @@ import warnings
 import pytest
 import torch
 
-from kv4rl.attention import backends
+from kv4rl.attention import backends, jit
 from kv4rl.attention.backends import BackendUnavailable, ReferenceBackend, choose_backend
 
 
@@ -28,6 +28,30 @@ def test_auto_on_cuda_falls_back_and_says_why_once(monkeypatch):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         assert choose_backend("auto", "cuda").name == "reference"
+
+
+@pytest.fixture
+def nvcc_that_fails(monkeypatch, tmp_path):
+    """A Hopper device, and a compiler too old for it."""
+    nvcc = tmp_path / "nvcc"
+    nvcc.write_text("#!/bin/sh\necho \"nvcc fatal: Unsupported gpu architecture 'compute_90a'\" >&2\nexit 1\n")
+    nvcc.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
+    monkeypatch.setenv(jit.CACHE_VARIABLE, str(tmp_path / "cache"))
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    jit.build.cache_clear()
+    yield nvcc
+    jit.build.cache_clear()
+
+
+def test_a_compiler_that_cannot_build_for_the_device_is_a_reason_to_fall_back(monkeypatch, nvcc_that_fails):
+    factories = {name: backends.FACTORIES[name] for name in ("reference", "cuda")}
+    monkeypatch.setattr(backends, "FACTORIES", factories)
+    said = rf"'cuda' is off: {nvcc_that_fails} could not build plan.cu for sm_90a: install the CUDA 13 toolkit, or set"
+    with pytest.warns(RuntimeWarning, match=f"{said} CUDA_HOME; it says: nvcc fatal: Unsupported gpu architecture"):
+        assert choose_backend("auto", "cuda").name == "reference"
+    with pytest.raises(BackendUnavailable, match=r"backend='cuda': .* could not build plan.cu"):
+        choose_backend("cuda", "cuda")
 
 
 def test_auto_on_cuda_prefers_the_first_that_runs(monkeypatch):

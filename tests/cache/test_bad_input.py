@@ -1,6 +1,7 @@
 """Whatever does not fit is refused where it enters, naming the field, the value and what would be right."""
 
 import re
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -103,6 +104,54 @@ def test_places_that_do_not_exist(cache, field, value, message):
         cache.write(0, tokens(), tokens(), where)
 
 
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("field", ["page_ids", "offsets", "positions", "slots", "side_entries"])
+def test_places_named_on_another_device(cache, field, trusted):
+    """A kernel would be handed a pointer of the wrong memory."""
+    where = TokenSlots.for_chunk([1], 0, 0, 3, KV)
+    setattr(where, field, getattr(where, field).to("meta"))
+    if trusted:
+        where.trust()
+    with refused(f"{field}.device='meta': expected the cache's, cpu"):
+        cache.write(0, tokens(), tokens(), where)
+
+
+@pytest.mark.parametrize("made_for", [KVConfig("kv4rl", 4, 9), KVConfig("kv4rl", 12, 0), KVConfig("kv4", 4, 8)])
+def test_places_made_for_other_protected_widths(cache, made_for):
+    """Their entries may all exist, and still be those of other positions."""
+    widths = (made_for.sink_tokens, made_for.recent_tokens) if made_for.precision == "kv4rl" else (0, 0)
+    message = f"side_entries for (sink, recent)={widths}: expected the cache's, (4, 8)"
+    decoded = TokenSlots.for_decode(batch(contexts=(20, 5)), made_for)
+    for where in (TokenSlots.for_chunk([1], 0, 0, 2, made_for), decoded):
+        for case in (where, TokenSlots.cat([where])):
+            with refused(message):
+                cache.write(0, tokens(2), tokens(2), case)
+    with refused("side_entries for (sink, recent)="):
+        TokenSlots.cat([decoded, TokenSlots.for_chunk([1], 0, 0, 2, KVConfig("kv4rl", 3, 8))])
+
+
+def test_places_that_do_not_state_their_widths_are_held_to_the_entries_alone(cache):
+    stated = TokenSlots.for_chunk([1], 0, 0, 2, KV)
+    silent = TokenSlots(stated.page_ids + 1, stated.offsets, stated.positions, stated.slots, stated.side_entries)
+    joined = TokenSlots.cat([silent, stated])
+    cache.write(0, tokens(4), tokens(4), joined)
+    assert joined.widths == (4, 8)
+
+
+def test_what_is_trusted_is_looked_at_once_for_its_kind(cache, monkeypatch):
+    """Every layer of a step checks the same object."""
+    where, one = TokenSlots.for_chunk([1], 0, 0, 3, KV), batch()
+    looked = []
+    for each in (where, one):
+        each.trust()
+        kinds = each._check_kinds
+        monkeypatch.setattr(each, "_check_kinds", lambda *given, kinds=kinds: looked.append(given) or kinds(*given))
+    for layer in range(2):
+        cache.write(layer, tokens(), tokens(), where)
+        cache.decode(layer, torch.zeros(2, 8, 64), one)
+    assert len(looked) == 2
+
+
 def test_chunks_that_the_page_table_row_cannot_hold():
     with refused("stop=33: expected at most 2 pages x 16 tokens"):
         TokenSlots.for_chunk([3, 4], 0, 0, 33, KV)
@@ -141,6 +190,54 @@ def batch(table=((0, 1), (2, -1)), contexts=(20, 5), slots=(0, 1)):
 def test_batches_to_decode(cache, change, message):
     with refused(message):
         cache.decode(0, torch.zeros(2, 8, 64), batch(**change))
+
+
+@pytest.mark.parametrize("trusted", [False, True])
+@pytest.mark.parametrize("field", ["page_table", "context_tokens", "slots"])
+def test_batches_on_another_device(cache, field, trusted):
+    given = batch()
+    setattr(given, field, getattr(given, field).to("meta"))
+    if trusted:
+        given.trust()
+    with refused(f"{field}.device='meta': expected the cache's, cpu"):
+        cache.decode(0, torch.zeros(2, 8, 64), given)
+
+
+def test_page_tables_with_apart_pages(cache):
+    given = batch()
+    given.page_table = given.page_table.T.contiguous().T
+    with refused("page_table.stride=(1, 2): expected a dense last dimension"):
+        cache.decode(0, torch.zeros(2, 8, 64), given)
+
+
+@pytest.mark.parametrize(
+    "x",
+    [
+        torch.zeros(3, 64, 2).transpose(1, 2),
+        torch.zeros(2, 3, 64).transpose(0, 1),
+        torch.zeros(3, 2, 128)[:, :, ::2],
+        torch.zeros(3 * 2 * 64 + 1)[1:].view(3, 2, 64),
+    ],
+)
+def test_vectors_that_kernels_cannot_read_in_one_run(cache, x):
+    with refused(f"v.stride={x.stride()}: expected heads and channels dense"):
+        cache.write(0, tokens(), x, TokenSlots.for_chunk([1], 0, 0, 3, KV))
+
+
+def test_tokens_may_lie_apart(cache):
+    """Slices of one fused projection, and one head in any order, are dense."""
+    k, v = torch.zeros(3, 12, 64)[:, 8:].split(2, dim=1)
+    cache.write(0, k, v, TokenSlots.for_chunk([1], 0, 0, 3, KV))
+    single = KVCache(KV, CacheShape(**SHAPE | {"kv_heads": 1}), num_pages=2, num_slots=1, backend="reference")
+    x = torch.zeros(1, 3, 64).transpose(0, 1)
+    single.write(0, x, x, TokenSlots.for_chunk([1], 0, 0, 3, KV))
+
+
+def test_another_device_of_the_same_type(cache):
+    cache.device = torch.device("cuda:0")
+    x = SimpleNamespace(shape=torch.Size((2, 8, 64)), dtype=torch.float32, device=torch.device("cuda:1"), dim=lambda: 3)
+    with refused("q.device='cuda:1': expected the cache's, cuda:0"):
+        cache.check_heads("q", x, 8)
 
 
 def test_queries(cache):
