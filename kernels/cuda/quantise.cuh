@@ -8,6 +8,7 @@ namespace kv4rl {
 
 constexpr unsigned short kFp16Max = 0x7BFF, kFp16Least = 0xFBFF;  // 65504 and -65504
 constexpr float kLeastStep = 1.17549435e-38f;  // the smallest normal float: a query whose step is below it is zero
+constexpr float kExtreme = 1e38f;              // what is beyond saturates anyway (formats/affine.py)
 constexpr float kRounder = 12582912.0f;        // 1.5 * 2^23: |x| < 2^22 added to it is rounded half to even in the low bits
 
 // Each code in the low byte, in two's complement; the other bits are not its own.
@@ -31,15 +32,16 @@ __device__ __forceinline__ __half2 saturate(float x, float y) {
   return __hmax2_nan(__hmin2_nan(__floats2half2_rn(x, y), top), bottom);
 }
 
-// x / kDivisor as IEEE division rounds it: Markstein's correction of the product with the rounded reciprocal.
+// x / kDivisor as IEEE division rounds it, for any x but an infinite one: Markstein's correction of the product with the
+// rounded reciprocal.
 template <int kDivisor>
 __device__ __forceinline__ float divided_by(float x) {
   constexpr float inverse = 1.0f / kDivisor;
   float const near = x * inverse;
-  return fabsf(near) < INFINITY ? fmaf(fmaf(-near, float(kDivisor), x), inverse, near) : near;
+  return fmaf(fmaf(-near, float(kDivisor), x), inverse, near);
 }
 
-// The same for one step and many x. The step is a normal float.
+// The same for one step and many x, none of them infinite. The step is a normal float.
 struct Divider {
   float step, inverse;
 
@@ -97,7 +99,15 @@ __device__ __forceinline__ Range range_of(Vector const& y) {
   return {over_team(range.low, min_or_nan), over_team(range.high, max_or_nan)};
 }
 
-// Eq. 3.3's scale and offset in `metadata`, and the codes that go with them. A range beyond FP32's saturates as it should.
+__device__ __forceinline__ float within_extremes(float x) { return fminf(fmaxf(x, -kExtreme), kExtreme); }
+
+// Infinite and nearly infinite elements to +-kExtreme: their codes are the same, and a difference or quotient is finite.
+__device__ __forceinline__ void bring_within_extremes(Vector& y) {
+#pragma unroll
+  for (int i = 0; i < kEach; ++i) y.x[i] = within_extremes(y.x[i]);
+}
+
+// Eq. 3.3's scale and offset in `metadata`, and the codes that go with them; all is within extremes.
 __device__ __forceinline__ Codes affine(Vector const& y, Range const& range, __half2& metadata) {
   metadata = saturate(divided_by<15>(range.high - range.low), range.low);
   return encode<false>(y, __high2float(metadata), __low2float(metadata), 0.0f, 15.0f);

@@ -84,7 +84,8 @@ __device__ __forceinline__ void write_query(WriteArguments const& a, Team const&
   } else {
     Vector y = unpack(elements);
     rotate(y, my.lane);
-    float const scale = divided_by<127>(largest(y));
+    float const magnitude = largest(y);
+    float const scale = magnitude < INFINITY ? divided_by<127>(magnitude) : magnitude;
     Codes const codes = symmetric<true>(y, scale);
     int sum = 0;
 #pragma unroll
@@ -221,8 +222,7 @@ __device__ __forceinline__ void write_side(WriteArguments const& a, Vector const
 }
 
 template <bool kValue>
-__device__ __forceinline__ void write_quantised(WriteArguments const& a, Vector const& y, Place const& place,
-                                                Team const& my) {
+__device__ __forceinline__ void write_quantised(WriteArguments const& a, Vector y, Place const& place, Team const& my) {
   using Chunk = std::conditional_t<PRECISION == kInt8, Int8Chunk<kD>, Int4Chunk<kD>>;
   uint8_t* chunk = a.pages + int64_t(place.page * a.kv_heads + int(my.head)) * Chunk::bytes;
   bool const keeps = PRECISION == kInt4 && place.entry >= 0;
@@ -230,13 +230,18 @@ __device__ __forceinline__ void write_quantised(WriteArguments const& a, Vector 
   float magnitude;
   if constexpr (PRECISION == kInt8) {
     magnitude = largest(y);
+    if (magnitude > kExtreme) bring_within_extremes(y), magnitude = kExtreme;  // rare, and false for NaN
     __half const scale = saturate(divided_by<127>(magnitude));
     codes = symmetric<false>(y, __half2float(scale));
     if (my.lane == 0 && my.stores)
       reinterpret_cast<__half*>(chunk + Chunk::metadata)[2 * place.offset + kValue] = scale;
   } else {
-    Range const range = range_of(y);
+    Range range = range_of(y);
     magnitude = range.magnitude();
+    if (magnitude > kExtreme) {
+      bring_within_extremes(y), magnitude = kExtreme;
+      range = {within_extremes(range.low), within_extremes(range.high)};
+    }
     __half2 metadata;
     codes = affine(y, range, metadata);
     if (my.lane == 0 && my.stores)

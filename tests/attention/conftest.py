@@ -1,6 +1,9 @@
 """Filled caches to attend over: every byte that was not written is poison, pages are shuffled, chunks are random."""
 
+import shutil
+import sys
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 import torch
@@ -10,6 +13,7 @@ from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.config import KVConfig
 
+sys.path.insert(0, str(Path(__file__).parent))  # for `from cuda_emulator.harness import ...`
 LAYER = 1  # of 2, so that a kernel which forgets the layer is noticed
 
 
@@ -96,3 +100,34 @@ def make_case():
         return Case(cache, batch, rand(len(contexts), group * kv_heads, head_dim), k, v)
 
     return make
+
+
+@pytest.fixture(scope="session")
+def awkward_vectors():
+    """[24, heads, d]: zero, constant, tiny, huge and infinite ones, a NaN, ties, and from the 20th on ordinary ones.
+
+    FP16 numbers saturate at 65504, and codes relative to a saturated number must be clamped. Quotients that lie midway
+    between two codes show whether a division rounds as IEEE's does.
+    """
+
+    def make(heads: int, d: int, dtype: torch.dtype, seed: int) -> torch.Tensor:
+        x = torch.randn(24, heads, d, generator=torch.Generator().manual_seed(seed))
+        x[0], x[1], x[2], x[3], x[4] = 0.0, 2.5, 1e4 * x[2], 1e-6 * x[3], 100 + 1e-3 * x[4]
+        x[5], x[6], x[7], x[8], x[9, :, 3] = 1e5 * x[5], 1e6 * x[6], 1e6, -1e9, 3e37
+        x[10], x[11], x[12, :, 5], x[13, :, 6], x[14, :, 1] = torch.inf, -torch.inf, torch.inf, -torch.inf, torch.inf
+        x[14, :, 7], x[15, :, 7], x[16], x[17] = -torch.inf, torch.nan, 3e38, 2e38 + 2e37 * x[17].clamp(-3, 3)
+        x[18] = torch.tensor(0.1).half() * (torch.arange(d) % 15 + 0.5)
+        x[18, :, 0], x[18, :, 1] = 0.0, 15 * torch.tensor(0.1).half()
+        return x.to(dtype)
+
+    return make
+
+
+@pytest.fixture(scope="module")
+def emulated(tmp_path_factory):
+    """The CUDA kernels on the CPU (cuda_emulator/harness.py)."""
+    if shutil.which("g++") is None:
+        pytest.skip("needs g++")
+    from cuda_emulator.harness import Emulated
+
+    return Emulated(tmp_path_factory.mktemp("cuda"))

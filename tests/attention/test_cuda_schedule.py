@@ -11,6 +11,7 @@ from kv4rl.attention import cuda_arguments, jit
 from kv4rl.attention.backends import BackendUnavailable
 from kv4rl.attention.regions import regions, side_entry
 from kv4rl.cache.kv_cache import DecodeBatch
+from kv4rl.config import PAGE_TOKENS, KVConfig
 
 HOST = """
 #include "schedule.cuh"
@@ -20,6 +21,7 @@ extern "C" void tiles(int n, int s, int w, int* out) {
   int const all[6] = {t.side, t.first_page, t.pages, t.begin, t.end, t.weight()};
   for (int i = 0; i < 6; ++i) out[i] = all[i];
 }
+extern "C" int page_tokens() { return kPageTokens; }
 extern "C" int chunks(int n, int s, int w, int weight, int* starts) {
   Tiles t = tiles_of(n, s, w);
   int const k = chunk_count(t, weight);
@@ -58,6 +60,7 @@ def test_every_position_is_read_exactly_once(schedule, s, w):
         t = tiles(schedule, n, s, w)
         assert (t["begin"], t["end"]) == regions(n, s, w).main
         pages = range(t["first_page"], t["first_page"] + t["pages"])
+        assert len(pages) == (-(-t["end"] // 16) - t["begin"] // 16 if t["begin"] < t["end"] else 0)  # none too long
         in_main = [p for page in pages for p in range(16 * page, 16 * page + 16) if t["begin"] <= p < t["end"]]
         valid_entries = set(range(min(n, s + w)))
         assert t["side"] == -(-len(valid_entries) // 16)
@@ -99,8 +102,14 @@ def test_a_short_context_is_one_chunk(schedule):
         assert schedule.chunks(16 * weight + 1, 0, 0, weight, starts) == 2
 
 
+def test_no_page_size_but_the_compiled_one_can_be_asked_for(schedule):
+    assert schedule.page_tokens() == PAGE_TOKENS == 16
+    with pytest.raises(TypeError, match="page_tokens"):
+        KVConfig("kv4", page_tokens=32)
+
+
 @pytest.mark.parametrize("rows", [1, 4, 16, 64, 1024])
-def test_a_workspace_has_room_for_every_chunk_that_the_device_makes(schedule, rows):
+def test_a_workspace_need_not_grow_after_capture_it_has_room_for_every_chunk(schedule, rows):
     starts = (ctypes.c_int * (cuda_arguments.MAX_CHUNKS + 1))()
     weight = cuda_arguments.chunk_weight_of(rows, 4)
     for n in LENGTHS:

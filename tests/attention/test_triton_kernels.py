@@ -9,6 +9,7 @@ import sys
 
 import pytest
 import torch
+from cuda_emulator.harness import same_contents
 
 from kv4rl.attention.backends import BackendUnavailable, choose_backend
 from kv4rl.attention.float64 import bf16_peer, oracle
@@ -72,28 +73,24 @@ def filled(kv: KVConfig, lengths: list[int], *, d=64, group=2, dtype=torch.float
 
 
 @interpreted
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # NumPy's, of infinite and missing numbers
 @pytest.mark.parametrize("precision", PRECISIONS)
-@pytest.mark.parametrize("d", [64, 128, 256])
-def test_written_bits_are_the_references(precision, d):
-    kv = KVConfig(precision, sink_tokens=3, recent_tokens=7)
-    shape = CacheShape(1, 2, 1, d, torch.bfloat16)
-    ours, reference = (poisoned(kv, shape, 2, name) for name in ("triton", "reference"))
-    where = TokenSlots.for_chunk(torch.tensor([1, 0]), 2, 0, 18, kv)
-    where.page_ids[5] = -1  # a padding row writes nothing
-    k, v = vectors(18, 1, d, torch.bfloat16, 1), vectors(18, 1, d, torch.bfloat16, 2)
-    k[0], v[0], v[1], k[2] = 0.0, 0.0, 2.5, 1e4 * k[2]
+@pytest.mark.parametrize(("d", "dtype"), [(64, torch.float32), (128, torch.bfloat16), (256, torch.float16)])
+def test_written_bits_are_the_references(awkward_vectors, precision, d, dtype):
+    kv = KVConfig(precision, sink_tokens=18, recent_tokens=4)
+    ours, reference = (poisoned(kv, CacheShape(1, 2, 1, d, dtype), 2, name) for name in ("triton", "reference"))
+    where = TokenSlots.for_chunk(torch.tensor([1, 0]), 2, 0, 24, kv)
+    where.page_ids[22] = -1  # a padding row writes nothing
+    k, v = (awkward_vectors(1, d, dtype, seed) for seed in (1, 2))
     for cache in (ours, reference):
         cache.write(0, k, v, where)
-    assert torch.equal(ours.main.storage, reference.main.storage)
-    for name in ("k_codes", "v_codes", "k_scale", "v_scale"):
-        a, b = getattr(ours.side, name), getattr(reference.side, name)
-        assert torch.equal(a.nan_to_num(7.0), b.nan_to_num(7.0)), name
+    same_contents(ours, reference)
 
 
 @interpreted
 @pytest.mark.parametrize("precision", PRECISIONS)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize(("d", "group"), [(64, 3), (128, 5), (256, 16)])
+@pytest.mark.parametrize(("d", "group"), [(64, 3), (64, 6), (128, 5), (256, 16)])
 def test_decode_matches_float64_within_bf16_attention(precision, dtype, d, group):
     kv = KVConfig(precision, sink_tokens=3, recent_tokens=30)
     cache, batch = filled(kv, [0, 1, 16, 33, 34, 150], d=d, group=group, dtype=dtype)

@@ -5,6 +5,7 @@ from dataclasses import dataclass
 import pytest
 import torch
 
+from kv4rl.attention.float64 import bf16_peer, oracle
 from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.config import KVConfig
@@ -15,6 +16,24 @@ class Case:
     cache: KVCache
     batch: DecodeBatch
     q: torch.Tensor
+
+    def decode(self):
+        return self.cache.decode(1, self.q, self.batch, return_lse=True)
+
+    def check(self) -> None:
+        """Each request's output within 1.5 times the error of BF16 attention on the same dequantised values, or FP32's
+        (2 times, where both round P to BF16 and a request's few weights have their luck); log-normalisers to FP32."""
+        out, lse = self.decode()
+        exact, exact_lse = oracle(self.cache, 1, self.q, self.batch, query="int8")
+        peer, _ = bf16_peer(self.cache, 1, self.q, self.batch, query="int8")
+        assert out.isfinite().all()
+        size, error, allowed = (x.flatten(1).norm(dim=1) for x in (exact, out.double() - exact, peer - exact))
+        times = 2.0 if self.cache.kv.precision == "bf16" else 1.5
+        assert (error <= times * allowed + 1e-5 * size).all(), (error / size, allowed / size)
+        live = self.batch.context_tokens > 0
+        torch.testing.assert_close(lse[live].double(), exact_lse[live], rtol=1e-5, atol=1e-4)
+        assert out[~live].eq(0).all()
+        assert lse[~live].eq(-torch.inf).all()
 
 
 def pytest_collection_modifyitems(items):
@@ -43,9 +62,13 @@ def random_like_model(n: int, heads: int, d: int, generator, dtype, spread: floa
 
 
 def build_case(
-    kv: KVConfig, lengths, *, group=4, kv_heads=2, d=128, dtype=torch.bfloat16, seed=0, backend="cuda", spread=1.0
-) -> Case:
-    """`lengths` requests on shuffled pages and slots, written by `backend` into a poisoned cache of two layers."""
+    kv: KVConfig, lengths, *, group=4, kv_heads=2, d=128, dtype=torch.bfloat16, seed=0, backend="cuda", spread=1.0,
+    edit=None,
+) -> Case:  # fmt: skip
+    """`lengths` requests on shuffled pages and slots, written by `backend` into a poisoned cache of two layers.
+
+    `edit(row, q, k, v)` may change a request's vectors before they are written.
+    """
     generator = torch.Generator(device="cuda").manual_seed(seed)
     pages = [pages_for(n) for n in lengths]
     shape = CacheShape(2, group * kv_heads, kv_heads, d, dtype)
@@ -57,14 +80,16 @@ def build_case(
     slots = torch.randperm(rows + 2, generator=generator, device="cuda")[:rows]
     for row, count in enumerate(pages):
         table[row, :count] = torch.tensor([order.pop() for _ in range(count)], dtype=torch.int64)
+    q = random_like_model(rows, group * kv_heads, d, generator, dtype)
     for row, n in enumerate(lengths):
         if n == 0:
             continue
         where = TokenSlots.for_chunk(table[row], int(slots[row]), 0, n, kv)
         k, v = (random_like_model(n, kv_heads, d, generator, dtype, spread) for _ in range(2))
+        if edit:
+            edit(row, q[row], k, v)
         cache.write(1, k, v, where)
     context = torch.tensor(lengths, dtype=torch.int64, device="cuda")
-    q = random_like_model(rows, group * kv_heads, d, generator, dtype)
     return Case(cache, DecodeBatch(table, context, slots), q)
 
 

@@ -2,9 +2,10 @@ import pytest
 import torch
 
 from kv4rl.attention.backends import choose_backend
-from kv4rl.attention.float64 import bf16_peer, oracle
-from kv4rl.cache.kv_cache import DecodeBatch
+from kv4rl.attention.float64 import oracle
+from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
 from kv4rl.config import KVConfig
+from kv4rl.formats.packing import chunk_bytes
 
 pytestmark = pytest.mark.gpu
 
@@ -17,37 +18,28 @@ def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
     return float((out.double() - exact).norm() / exact.norm())
 
 
-def check_against_float64(case, out, lse):
-    """Within 1.5 times the error of BF16 attention on the same dequantised values; the log-normaliser to FP32."""
-    exact, exact_lse = oracle(case.cache, 1, case.q, case.batch, query="int8")
-    peer, _ = bf16_peer(case.cache, 1, case.q, case.batch, query="int8")
-    assert out.isfinite().all()
-    assert relative_error(out, exact) <= 1.5 * relative_error(peer, exact)
-    live = case.batch.context_tokens > 0
-    torch.testing.assert_close(lse[live].double(), exact_lse[live], rtol=1e-5, atol=1e-4)
-    assert out[~live].eq(0).all()
-    assert lse[~live].eq(-torch.inf).all()
-
-
 @pytest.mark.parametrize("precision", ALL)
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
 def test_decode_matches_float64_at_region_and_page_edges(make_case, precision, dtype):
-    case = make_case(KVConfig(precision), [*EDGES, 3000], dtype=dtype)
-    check_against_float64(case, *case.cache.decode(1, case.q, case.batch, return_lse=True))
+    make_case(KVConfig(precision), [*EDGES, 3000], dtype=dtype).check()
 
 
 @pytest.mark.parametrize("precision", ALL)
 @pytest.mark.parametrize("d", [64, 128, 256])
-@pytest.mark.parametrize("group", [1, 3, 5, 7, 8, 12, 16])
+@pytest.mark.parametrize("group", range(1, 17))
 def test_decode_matches_float64_for_every_head_shape(make_case, precision, d, group):
-    case = make_case(KVConfig(precision), [1, 40, 161, 700], d=d, group=group)
-    check_against_float64(case, *case.cache.decode(1, case.q, case.batch, return_lse=True))
+    make_case(KVConfig(precision), [1, 40, 161, 700], d=d, group=group).check()
 
 
 @pytest.mark.parametrize(("s", "w"), [(0, 0), (0, 128), (16, 0), (4, 20), (16, 128), (33, 7), (1, 1)])
 def test_decode_matches_float64_for_any_protected_widths(make_case, s, w):
-    case = make_case(KVConfig("kv4rl", sink_tokens=s, recent_tokens=w), [*EDGES, s + w, s + w + 1, 500])
-    check_against_float64(case, *case.cache.decode(1, case.q, case.batch, return_lse=True))
+    make_case(KVConfig("kv4rl", sink_tokens=s, recent_tokens=w), [*EDGES, s + w, s + w + 1, 500]).check()
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+def test_decode_matches_float64_at_random_lengths_up_to_20000(make_case, precision):
+    lengths = torch.randint(1, 20001, (7,), generator=torch.Generator().manual_seed(11)).tolist()
+    make_case(KVConfig(precision), [20000, *lengths]).check()
 
 
 @pytest.mark.parametrize("precision", ["kv4", "kv4rl"])
@@ -95,12 +87,13 @@ def test_graph_replay_serves_changing_lengths_and_padding_rows(make_case, precis
         static.context_tokens.copy_(context)
         out.fill_(torch.nan)
         graph.replay()
-        if case.cache.kv.precision != "kv4rl":  # the ring holds the newest entries of the full lengths alone
-            now = DecodeBatch(static.page_table, context, static.slots)
-            exact, exact_lse = oracle(case.cache, 1, case.q, now, query="int8")
-            assert (out.double() - exact).norm() <= 4e-3 * exact.norm()
-            torch.testing.assert_close(lse.double(), exact_lse, rtol=1e-5, atol=1e-4)
-        assert out.isfinite().all()
+        replayed = out.clone(), lse.clone()
+        now = DecodeBatch(static.page_table, context, static.slots)
+        exact, exact_lse = oracle(case.cache, 1, case.q, now, query="int8")
+        assert (replayed[0].double() - exact).norm() <= 4e-3 * exact.norm()
+        torch.testing.assert_close(replayed[1].double(), exact_lse, rtol=1e-5, atol=1e-4)
+        for ours, eager in zip(replayed, case.cache.decode(1, case.q, now, return_lse=True), strict=True):
+            assert torch.equal(ours, eager)
 
 
 def test_empty_batch_gives_empty_output(make_case):
@@ -109,28 +102,6 @@ def test_empty_batch_gives_empty_output(make_case):
     out, lse = case.cache.decode(1, case.q[:0], batch, return_lse=True)
     assert out.shape == (0, 8, 128)
     assert lse.shape == (0, 8)
-
-
-@pytest.mark.parametrize("spread", [1e-4, 1.0, 3e3])
-@pytest.mark.parametrize("precision", QUANTISED)
-def test_value_magnitude_does_not_matter(make_case, precision, spread):
-    """P's FP16 operand keeps its normal range whatever the values' scale: no overflow, no lost tail."""
-    case = make_case(KVConfig(precision), [1, 300, 3000], dtype=torch.float32)
-    case.q *= 0.05
-    generator = torch.Generator(device="cuda").manual_seed(5)
-    scaled = make_case(KVConfig(precision), [1, 300, 3000], dtype=torch.float32, spread=spread)
-    scaled.q = torch.randn(scaled.q.shape, generator=generator, device="cuda") / spread
-    out = scaled.cache.decode(1, scaled.q, scaled.batch)
-    exact, _ = oracle(scaled.cache, 1, scaled.q, scaled.batch, query="int8")
-    assert relative_error(out, exact) < 1e-3
-
-
-@pytest.mark.parametrize("precision", QUANTISED)
-def test_maximum_may_rise_in_the_last_tile(make_case, precision):
-    case = make_case(KVConfig(precision, sink_tokens=2, recent_tokens=3), [2000, 1999], dtype=torch.float32)
-    case.q[:] *= 30.0  # peaked scores
-    out, lse = case.cache.decode(1, case.q, case.batch, return_lse=True)
-    check_against_float64(case, out, lse)
 
 
 def test_one_token_gives_its_own_value(make_case):
@@ -152,12 +123,11 @@ def test_pages_shared_by_requests_are_read_by_both(make_case, precision):
     assert relative_error(out, exact) < 4e-3
 
 
-def test_pool_beyond_two_gigabytes_is_addressed(make_case):
+@pytest.mark.parametrize("precision", QUANTISED)
+def test_pool_beyond_two_gigabytes_is_addressed(precision):
     """Page offsets are 64-bit: a page far past 2^31 bytes is written and read."""
-    from kv4rl.cache.kv_cache import CacheShape, KVCache, TokenSlots
-
-    kv = KVConfig("kv4")
-    pages = (1 << 32) // (2176 * 2) + 10
+    kv = KVConfig(precision, sink_tokens=2, recent_tokens=5)
+    pages = (1 << 32) // (chunk_bytes(precision, 128, torch.bfloat16) * 2) + 10
     shape = CacheShape(1, 8, 2, 128, torch.bfloat16)
     cache = KVCache(kv, shape, num_pages=pages, num_slots=1, device="cuda", backend="cuda")
     table = torch.tensor([[pages - 1, 0, pages - 2]], device="cuda")
