@@ -64,9 +64,10 @@ class Sample:
 def encode_prompt(tokenizer: PreTrainedTokenizerBase, text: str, *, raw: bool = False) -> list[int]:
     """Token ids of a user's turn in the chat template, or of the plain text with `raw` or without a template.
 
-    Raises InputError on an empty text, and on characters for which the tokenizer has no token.
+    Raises InputError on an empty text, bytes that are no UTF-8, and characters for which the tokenizer has no token.
     """
     require(bool(text), "prompt", text, "some text")
+    require(not any("\ud800" <= c <= "\udfff" for c in text), "prompt", text, "UTF-8: it holds bytes that are none")
     unknown = unknown_characters(tokenizer, text)
     known = "only characters that the model's tokenizer knows (the mini model's prompts: n=08 k=02 r=2 x=12,45,78,03)"
     require(not unknown, "characters of the prompt", unknown, known)

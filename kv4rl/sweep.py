@@ -2,7 +2,7 @@
 
     python -m kv4rl.sweep --seeds 1 2 3 --jobs 12 --updates 30 --grpo.learning_rate 3e-4
 
-Every other flag is one of `python -m kv4rl.train_rows`, which each run is; its folder, `DIR/SETTING/ARM-seedN`,
+Every other flag is one of `python -m kv4rl.train_rows`, which each run is; its folder, `DIR/MODEL/SETTING/ARM-seedN`,
 holds its log, its checkpoints and, when it is finished, its rows. The same command again skips finished runs and
 resumes the rest. A run that fails is named with its last words, and the others go on. When all have ended the rows go
 into data/results/train.csv, and `kv4rl.learning` says what the seeds show.
@@ -22,13 +22,18 @@ from kv4rl.cli import one_sentence
 from kv4rl.config import PRECISIONS, require, require_integer
 from kv4rl.learning import report
 from kv4rl.presets import parse_config
-from kv4rl.results import read_rows, write_rows
+from kv4rl.results import RESULTS, read_rows, write_rows
 from kv4rl.train_rows import FILE, START, require_recordable, run_shape
 
 PROGRAM = "kv4rl.sweep"
 # A sweep judges its policies at the end; what a run evaluates on the way would double its time.
 BRIEF = {"--evaluate_prompts": "4", "--evaluate_samples": "1"}
 LAST_WORDS = 3  # lines of a failed run's log
+# What the sweep sets itself, and the flag of its own that says to what.
+OWN = {
+    "--kv.precision": "--precisions", "--rollout.collector": "--collectors", "--seed": "--seeds",
+    "--rollout.seed": "--seeds",
+}  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -67,7 +72,7 @@ def _run(options: argparse.Namespace, arm: str, kind: str, words: list[str]) -> 
     config = parse_config(words, program=PROGRAM)
     require_recordable(config)
     seed, _, setting = run_shape(config).partition("/")
-    folder = Path(options.output_dir) / ("start" if arm == START else setting or "preset") / f"{arm}-{seed}"
+    folder = Path(options.output_dir) / Path(config.model).name / (setting or "preset") / f"{arm}-{seed}"
     first = [START] if arm == START else []
     end = [] if arm == START else ["--without-start"]
     out = ["--output_dir", str(folder), "--out", str((folder / "rows.csv").resolve())]
@@ -132,6 +137,8 @@ def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:
         for name in ("precisions", "collectors", "seeds"):
             given = getattr(options, name)
             require(len(set(given)) == len(given), name, given, "each once")
+        for flag in (word.partition("=")[0] for word in flags):
+            require(flag not in OWN, "flag", flag, f"{OWN.get(flag)}: the sweep sets it run by run")
     return options, flags
 
 
@@ -139,6 +146,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     options, flags = parse(sys.argv[1:] if arguments is None else arguments)
     with one_sentence(PROGRAM):
         runs = plan(options, flags)
+        for folder in (Path(options.output_dir), (RESULTS / options.out).parent):
+            folder.mkdir(parents=True, exist_ok=True)  # not after hours that it cannot be
     failures = run_all(runs, options.jobs)
     rows = [row for run in runs if run.rows.exists() for row in read_rows(run.rows.resolve())]
     if rows:

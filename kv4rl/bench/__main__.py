@@ -1,5 +1,6 @@
 """`python -m kv4rl.bench NAME ...`: each bench prints its card and table, and one JSON object as its last line."""
 
+import argparse
 import importlib
 import sys
 
@@ -15,11 +16,12 @@ BENCHES = {  # name -> module with main(arguments)
 
 
 def main(arguments: list[str] | None = None) -> None:
-    """Run the bench named first with the rest of the arguments; SystemExit names the known ones."""
+    """Run the bench named first with the rest of the arguments; status 2, and the known ones, for another name."""
     arguments = sys.argv[1:] if arguments is None else arguments
-    if not arguments or arguments[0] not in BENCHES:
-        raise SystemExit(f"usage: python -m kv4rl.bench {{{','.join(BENCHES)}}} ...")
-    importlib.import_module(BENCHES[arguments[0]]).main(arguments[1:])
+    parser = argparse.ArgumentParser(prog="python -m kv4rl.bench", description=__doc__)
+    parser.add_argument("bench", choices=tuple(BENCHES))
+    name = parser.parse_args(arguments[:1]).bench
+    importlib.import_module(BENCHES[name]).main(arguments[1:])
 
 
 if __name__ == "__main__":

@@ -3,10 +3,16 @@
 import argparse
 from dataclasses import replace
 
-from kv4rl.config import RolloutConfig, require
+from kv4rl.config import RolloutConfig, require, require_integer
 from kv4rl.rollout.fits import fit
 from kv4rl.rollout.forced import shrunk
 from kv4rl.rollout.workload import Workload
+
+
+def require_counts(options: argparse.Namespace, **least: int) -> None:
+    """Raise `InputError` unless each option named is an integer of at least what is given for it."""
+    for name, number in least.items():
+        require_integer(getattr(options, name), name.replace("_", "-"), number)
 
 
 def forced_rollout(options: argparse.Namespace, name: str, positions: int) -> tuple[Workload, RolloutConfig]:

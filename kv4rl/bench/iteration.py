@@ -20,17 +20,18 @@ import json
 import tempfile
 import time
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
 from statistics import fmean
 
 import torch
 
 from kv4rl.bench.carried import dealt, simulated_state
-from kv4rl.bench.forced_rollout import forced_rollout
+from kv4rl.bench.forced_rollout import forced_rollout, require_counts
 from kv4rl.bench.learner_load import dense_flops_per_s, input_tokens, multiplied_parameters, reward, synthetic_groups
 from kv4rl.checkpoint import BackgroundSave, Checkpoint
 from kv4rl.cli import one_sentence
-from kv4rl.config import PRECISIONS, GRPOConfig, KVConfig, RolloutConfig, require
+from kv4rl.config import LARGEST, PRECISIONS, GRPOConfig, KVConfig, RolloutConfig, require, require_number
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.flashinfer import FlashInferBackend
 from kv4rl.engine.memory import plan_engine, within
@@ -324,8 +325,12 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--device", default="auto", choices=("auto", "cpu", "cuda"))
     add("--parts", nargs="+", default=list(PARTS[:-1]), choices=PARTS)
     add("--precisions", nargs="+", default=["bf16", "kv4rl"], choices=PRECISIONS)
-    add("--out", default="iteration.csv", help="CSV under data/results, or a path")
-    return parser.parse_args(arguments)
+    add("--out", default="iteration.csv", help="CSV under data/results, or an absolute path")
+    options = parser.parse_args(arguments)
+    with one_sentence("kv4rl.bench iteration"):
+        require_counts(options, tp=1, tokens=1, microbatch_tokens=1, iterations=1, warmup=0, seed=0)
+        require_number(options.hbm_gb, "hbm-gb", 0, LARGEST, open_low=True)
+    return options
 
 
 def keep(bench: Bench, shape: str, found: dict[str, dict[str, list[float]]]) -> None:
@@ -354,7 +359,9 @@ def measure(bench: Bench, shape: str) -> dict[str, dict[str, list[float]]]:
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options, summary = parse(arguments), {}
-    with connect(options.device) as ranks:
+    with ExitStack() as stack:
+        with one_sentence("kv4rl.bench iteration"):
+            ranks = stack.enter_context(connect(options.device))
         for name in options.fits:
             with one_sentence("kv4rl.bench iteration"):
                 bench = make(options, ranks, name)

@@ -301,7 +301,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shards", nargs="+", default=["tp2_16q4kv"], choices=tuple(SHARDS))
     arms = [BASELINE, *ARMS]
     parser.add_argument("--arms", nargs="+", default=arms, choices=(*arms, *OTHER_ARMS))
-    parser.add_argument("--out", default=FILE, help="CSV under data/results, or a path")
+    parser.add_argument("--out", default=FILE, help="CSV under data/results, or an absolute path")
     options = parser.parse_args(arguments)
     with one_sentence("kv4rl.bench kernels"):
         require(torch.cuda.is_available(), "torch.cuda.is_available()", False, "a CUDA device: kernels are timed on it")

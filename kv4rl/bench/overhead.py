@@ -24,6 +24,7 @@ from kv4rl.bench.replay_states import State
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.cli import one_sentence
 from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig, require
+from kv4rl.device import choose_device
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.flashinfer import FlashInferBackend
 from kv4rl.engine.request import Request
@@ -121,9 +122,11 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--step-tokens", type=int, default=8192)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--out", default="rollout.csv", help="CSV under data/results, or a path")
+    parser.add_argument("--out", default="rollout.csv", help="CSV under data/results, or an absolute path")
     options = parser.parse_args(arguments)
     with one_sentence("kv4rl.bench overhead"):
+        require(options.tp >= 1, "tp", options.tp, "an integer >= 1")
+        choose_device(options.device)
         require(options.steps >= 2, "steps", options.steps, "an integer >= 2")
         pairs = [shape.split("x") for shape in options.shapes]
         ok = all(len(pair) == 2 and all(part.isdigit() and int(part) > 0 for part in pair) for pair in pairs)
@@ -135,7 +138,8 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     options, communicator = parse(arguments), None
     if options.tp > 1:
-        communicator = make_communicator(init_mesh(options.tp, options.device))
+        with one_sentence("kv4rl.bench overhead"):
+            communicator = make_communicator(init_mesh(options.tp, options.device))
     first = communicator is None or communicator.rank == 0
     with one_sentence("kv4rl.bench overhead"):
         decoder = random_model(options.model, device=options.device, communicator=communicator)

@@ -73,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with one_sentence("kv4rl.bench.parity"):
         require_integer(words.prompts, "prompts", 1)
         require_integer(words.new_tokens, "new-tokens", 1)
+        require_integer(words.seed, "seed", 0)
         directory = resolve(words.model)
         tokenizer, positions = load_tokenizer(directory), load_config(directory).max_positions
         eos = tokenizer.eos_token_id

@@ -26,7 +26,8 @@ from kv4rl.bench.weight_arms import PRODUCTS, quantised_weights
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.cache.memory_plan import page_bytes, side_bytes
 from kv4rl.cli import one_sentence
-from kv4rl.config import require
+from kv4rl.config import LARGEST, require, require_integer, require_number
+from kv4rl.device import choose_device
 from kv4rl.model.communicator import init_mesh, make_communicator
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.shapes import SHAPES, random_model
@@ -114,9 +115,11 @@ def states_of(options: argparse.Namespace) -> list[State]:
         return [uniform("given", int(batch), int(context)) for batch, context in pairs]
     require(options.model in SHAPES, "model", options.model, f"one of {', '.join(SHAPES)}, or --shapes of its own")
     size = options.model.removeprefix("qwen3-")
-    states = table_a3(size) if "table" in options.parts else []
-    if options.checkpoints:
-        states = [state for state in states if state.group in options.checkpoints]
+    known = list(dict.fromkeys(state.group for state in table_a3(size)))
+    expected = f"some of {', '.join(known)}"
+    require(set(options.checkpoints) <= set(known), "checkpoints", options.checkpoints, expected)
+    chosen = options.checkpoints or known
+    states = [state for state in table_a3(size) if state.group in chosen] if "table" in options.parts else []
     return states + (heterogeneous(size) if "ragged" in options.parts else [])
 
 
@@ -126,6 +129,15 @@ def arms_of(options: argparse.Namespace, state: State, device: str) -> Sequence[
     if device == "cpu":
         return CPU_ARMS
     return RAGGED_ARMS if state.group.startswith("ragged") else TABLE_ARMS
+
+
+def require_one_fits(options: argparse.Namespace, decoder: Decoder) -> None:
+    """Raise `InputError` if no arm could run any state."""
+    states, size = states_of(options), sum(parameter.nbytes for parameter in decoder.parameters())
+    runs = ((arm, state) for state in states for arm in arms_of(options, state, options.device))
+    fits = any(fitting(decoder, arm, [state], options.hbm_gb * 1e9) for arm, state in runs)
+    needed = f"room for the model ({size / 1e9:.3g} GB), {WORKSPACE_BYTES / 1e9:g} GB besides and at least one state"
+    require(fits, "hbm-gb", options.hbm_gb, needed)
 
 
 def run(options: argparse.Namespace, decoder: Decoder, say, keep) -> Times:
@@ -166,10 +178,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--warmups", type=int, default=10, help="before each block of a state (§B.5)")
     parser.add_argument("--hbm-gb", type=float, default=138.0, help="memory of a GPU, GB of 1e9 bytes")
     parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--out", default="replay.csv", help="CSV under data/results, or a path")
+    parser.add_argument("--out", default="replay.csv", help="CSV under data/results, or an absolute path")
     options = parser.parse_args(arguments)
     with one_sentence("kv4rl.bench replay"):
-        require(options.blocks >= 1, "blocks", options.blocks, "an integer >= 1")
+        for name, number in (("tp", 1), ("blocks", 1), ("warmups", 0)):
+            require_integer(getattr(options, name), name, number)
+        require_number(options.hbm_gb, "hbm-gb", 0, LARGEST, open_low=True)
+        choose_device(options.device)
         least = f"at least one a block ({options.blocks})"
         require(options.samples >= options.blocks, "samples", options.samples, least)
     return options
@@ -179,12 +194,14 @@ def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     communicator = None
     if options.tp > 1:
-        communicator = make_communicator(init_mesh(options.tp, options.device))
+        with one_sentence("kv4rl.bench replay"):
+            communicator = make_communicator(init_mesh(options.tp, options.device))
     first = communicator is None or communicator.rank == 0
     say = (lambda text: print(text, flush=True)) if first else (lambda text: None)
     with one_sentence("kv4rl.bench replay"):
         states_of(options)
         decoder = random_model(options.model, device=options.device, communicator=communicator)
+        require_one_fits(options, decoder)
     say(f"card: {options.model} tp{options.tp}, random weights at the true shape, {options.samples} samples a state")
     model = options.model if options.tp == 2 else f"{options.model}-tp{options.tp}"
     path = options.out

@@ -27,10 +27,10 @@ import numpy as np
 import torch
 
 from kv4rl.bench.carried import dealt, simulated_state
-from kv4rl.bench.forced_rollout import forced_rollout
+from kv4rl.bench.forced_rollout import forced_rollout, require_counts
 from kv4rl.bench.outcome import Outcome, gains, over_replicas, rows, table
 from kv4rl.cli import one_sentence
-from kv4rl.config import PAGE_TOKENS, PRECISIONS, KVConfig, RolloutConfig
+from kv4rl.config import LARGEST, PAGE_TOKENS, PRECISIONS, KVConfig, RolloutConfig, require_number
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.flashinfer import FlashInferBackend
 from kv4rl.engine.memory import plan_engine
@@ -49,6 +49,7 @@ from kv4rl.rollout.workload import Workload
 
 EOS = 1
 COLLECTORS = {"sync": SyncCollector, "partial": PartialCollector}
+PARTS = ("schedulers", "precisions")
 
 
 class DeviceTrace(Trace):
@@ -212,11 +213,15 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--simulate-warmup", action="store_true", help="simulate these: only their tokens are invented")
     parser.add_argument("--seed", type=int, default=6101)
     parser.add_argument("--device", default="auto", help="under torchrun auto or cpu")
-    parser.add_argument("--parts", nargs="+", default=["schedulers", "precisions"])
+    parser.add_argument("--parts", nargs="+", default=list(PARTS), choices=PARTS)
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     parser.add_argument("--pages", nargs="+", default=["own", "bf16"], choices=("own", "bf16"), help="page counts")
-    parser.add_argument("--out", default="rollout.csv", help="CSV under data/results, or a path")
-    return parser.parse_args(arguments)
+    parser.add_argument("--out", default="rollout.csv", help="CSV under data/results, or an absolute path")
+    options = parser.parse_args(arguments)
+    with one_sentence("kv4rl.bench rollout"):
+        require_counts(options, tp=1, collections=1, warmup=0, seed=0)
+        require_number(options.hbm_gb, "hbm-gb", 0, LARGEST, open_low=True)
+    return options
 
 
 def measure(options: argparse.Namespace, name: str, setting: Setting) -> dict[str, dict[str, float]]:

@@ -21,10 +21,11 @@ import numpy as np
 import torch
 
 from kv4rl.cli import one_sentence
-from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig, require
+from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig, require, require_integer
+from kv4rl.device import choose_device
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.request import Request
-from kv4rl.model.shapes import random_model
+from kv4rl.model.shapes import random_model, shape_config
 from kv4rl.results import result_row, write_rows
 
 WEIGHTS = 2  # sets that take turns
@@ -169,7 +170,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--longest", type=int, default=1024 if cuda else 256, help="prompt and response tokens")
     parser.add_argument("--seed", type=int, default=43)
     parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--out", default="soak.csv", help="CSV under data/results, or a path")
+    parser.add_argument("--out", default="soak.csv", help="CSV under data/results, or an absolute path")
     return parser.parse_args(arguments)
 
 
@@ -178,6 +179,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with one_sentence("kv4rl.bench soak"):
         require(options.minutes > 0, "minutes", options.minutes, "a number above 0")
         require(options.longest >= 32, "longest", options.longest, "at least 32 tokens")
+        for name, least in (("slots", 2), ("pages", 1), ("seed", 0)):
+            require_integer(getattr(options, name), name, least)
+        choose_device(options.device)
+        positions = shape_config(options.model).max_positions
+        require(options.longest <= positions, "longest", options.longest, f"at most the model's {positions} positions")
     found = {}
     for precision in options.precisions:
         with one_sentence("kv4rl.bench soak"):

@@ -24,12 +24,13 @@ from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, Generat
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.cli import one_sentence
 from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig, require, require_integer
+from kv4rl.device import choose_device
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.flashinfer import FlashInferBackend
 from kv4rl.engine.request import Request
 from kv4rl.engine.sampler import Sampling
 from kv4rl.model.decoder import Decoder
-from kv4rl.model.shapes import SHAPES, random_model
+from kv4rl.model.shapes import SHAPES, random_model, shape_config
 from kv4rl.results import result_row, write_rows
 
 EOS = 1  # ends responses of forced length; nothing else does
@@ -58,6 +59,7 @@ def transformers_model(decoder: Decoder) -> PreTrainedModel:
     tied = {"lm_head.weight": decoder.head_weight} if decoder.config.tied_head else {}
     model.load_state_dict(dict(decoder.named_parameters()) | tied, assign=True)
     model.tie_weights()
+    model.generation_config.eos_token_id = None  # what a call leaves unset is taken from here
     return model.eval().requires_grad_(False)
 
 
@@ -158,8 +160,8 @@ def measure(options: argparse.Namespace, decoder: Decoder, say: Callable[[str], 
         if decoder.device.type == "cuda":
             torch.cuda.empty_cache()
         rate = options.prompts * options.new_tokens / statistics.median(found[arm])
-        over = statistics.median(found.get(BASE, [np.nan])) / statistics.median(found[arm])
-        say(f"{arm:>28} {rate:10.0f} tokens/s  {over:6.2f}x of generate")
+        over = statistics.median(found[BASE]) / statistics.median(found[arm]) if BASE in found else None
+        say(f"{arm:>28} {rate:10.0f} tokens/s" + ("" if over is None else f"  {over:6.2f}x of generate"))
     return found
 
 
@@ -190,11 +192,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--new-tokens", type=int, default=256)
     parser.add_argument("--seed", type=int, default=0, help="of the prompts")
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu", choices=("cpu", "cuda"))
-    parser.add_argument("--out", default="today.csv", help="CSV under data/results, or a path")
+    parser.add_argument("--out", default="today.csv", help="CSV under data/results, or an absolute path")
     options = parser.parse_args(arguments)
     with one_sentence("kv4rl.bench today"):
         for name in ("prompts", "prompt_tokens", "new_tokens"):
             require_integer(getattr(options, name), name.replace("_", "-"), 1)
+        require_integer(options.seed, "seed", 0)
+        choose_device(options.device)
         require(len(set(options.arms)) == len(options.arms), "arms", options.arms, "each once")
     return options
 
@@ -202,9 +206,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     with one_sentence("kv4rl.bench today"):
-        decoder = random_model(options.model, device=options.device)
-        longest, most = options.prompt_tokens + options.new_tokens, decoder.config.max_positions
+        longest, most = options.prompt_tokens + options.new_tokens, shape_config(options.model).max_positions
         require(longest <= most, "prompt-tokens and new-tokens", longest, f"at most the model's {most} positions")
+        decoder = random_model(options.model, device=options.device)
     lengths = f"{options.prompts} prompts of {options.prompt_tokens} tokens, {options.new_tokens} new ones each"
     print(f"card: {options.model}, random weights at the true shape, {decoder.dtype}, {lengths}", flush=True)
     found = measure(options, decoder, lambda text: print(text, flush=True))

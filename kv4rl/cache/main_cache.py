@@ -1,8 +1,10 @@
 """The main cache: every position of every request, in pages of 16 tokens (§5.1, §A.3 "Encoding and allocation")."""
 
+import math
+
 import torch
 
-from kv4rl.config import PAGE_TOKENS, KVConfig, require
+from kv4rl.config import PAGE_TOKENS, InputError, KVConfig, require
 from kv4rl.formats.affine import AffineCodes, dequantize_affine, quantize_affine
 from kv4rl.formats.packing import (
     ChunkView,
@@ -36,7 +38,7 @@ class MainCache:
         self.dtype = dtype
         self.chunk_bytes = chunk_bytes(kv.precision, head_dim, dtype)
         shape = (num_layers, num_pages, kv_heads, self.chunk_bytes)
-        self.storage = torch.zeros(shape, dtype=torch.uint8, device=device)
+        self.storage = _zeros(shape, device)
 
     @property
     def nbytes(self) -> int:
@@ -92,6 +94,21 @@ class MainCache:
 
     def _split(self, chunks: torch.Tensor) -> ChunkView:
         return split_chunk(chunks, self.precision, self.head_dim, self.dtype)
+
+
+def _zeros(shape: tuple[int, ...], device) -> torch.Tensor:
+    """Bytes of all pages. `InputError`, with their number, where the processor's memory lacks room.
+
+    A GPU's `torch.OutOfMemoryError` passes: who plans its memory says more (`engine/memory.py`).
+    """
+    try:
+        return torch.zeros(shape, dtype=torch.uint8, device=device)
+    except torch.OutOfMemoryError:
+        raise
+    except (RuntimeError, TypeError, OverflowError) as error:  # "can't allocate", and sizes beyond 63 bits
+        size, pages = math.prod(shape), shape[1]
+        fewer = f"fewer pages or more memory: they need {size} bytes ({size / 1e9:.3g} GB) on {device}"
+        raise InputError(f"cache pages={pages}: expected {fewer}") from error
 
 
 def _replace(packed: torch.Tensor, pack, unpack, place: tuple, new: AffineCodes | SymmetricCodes) -> None:

@@ -5,24 +5,25 @@
     python -m kv4rl.evaluation --model mini-qwen3 --sets data/tasks/mini-evaluation.jsonl --max-response-tokens 1024
     python -m kv4rl.evaluation check --sets DIRECTORY_OR_FILES
 
-A set is a name of Table A2 (from the hub), NAME=FILE, a .jsonl or .parquet file, a directory of the six sets' files, or
-"all". Run again after a kill, the same command continues. Rows go into OUTPUT/evaluation.csv and, with --save, into
-data/results/evaluation.csv.
+A set is a NAME of Table A2 (from the hub), NAME=FILE, any other .jsonl or .parquet FILE, a directory of the six sets'
+files, or "all"; NAME is math500, olympiad, minerva, aime24, aime25 or amc23. Run again after a kill, the same command
+continues. Rows go into OUTPUT/evaluation.csv and, with --save, into data/results/evaluation.csv.
 """
 
 import argparse
+import csv
 import sys
 from collections.abc import Sequence
 from pathlib import Path
 
 from kv4rl.cli import one_sentence
-from kv4rl.config import require
-from kv4rl.evaluation.benchmarks import ProblemSet, load_sets
+from kv4rl.config import InputError, require
+from kv4rl.evaluation.benchmarks import BENCHMARKS, ProblemSet, load_sets
 from kv4rl.evaluation.check import check_set, format_checks
 from kv4rl.evaluation.evaluate import EvaluationResult
 from kv4rl.evaluation.report import FILE, METRICS, evaluation_rows, format_table, table
-from kv4rl.evaluation.run import EvaluationSettings, Evaluator
-from kv4rl.results import write_rows
+from kv4rl.evaluation.run import EvaluationSettings, Evaluator, record_path
+from kv4rl.results import COLUMNS, RESULTS, read_rows, write_rows
 from kv4rl.rewards import Grader
 
 PROGRAM = "python -m kv4rl.evaluation"
@@ -35,7 +36,7 @@ def parse_arguments(words: Sequence[str]) -> argparse.Namespace:
         prog=PROGRAM, description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("--model", required=True, help="a directory, a name under data/models, or a hub id")
-    parser.add_argument("--sets", nargs="+", required=True, help="what to evaluate on; see above")
+    parser.add_argument("--sets", nargs="+", required=True, help="NAME, NAME=FILE, FILE, a directory or all; see above")
     parser.add_argument("--samples", type=int, help="k of avg@k and pass@k; default Table A2's, 8 for other sets")
     parser.add_argument("--seeds", type=int, nargs="+", default=list(default.seeds))
     parser.add_argument("--output", type=Path, help="where finished problems are kept; default runs/evaluation/ARM")
@@ -73,7 +74,7 @@ def evaluate_sets(
     results: dict[int, dict[str, EvaluationResult]] = {}
     for seed in settings.seeds:
         for problems in sets:
-            result = evaluator.run(problems, seed, output / problems.name / f"seed{seed}.jsonl")
+            result = evaluator.run(problems, seed, record_path(output, problems, seed))
             results.setdefault(seed, {})[problems.name + cut] = result
             scores = result.metrics(reading) | {"val/last_box": result.avg_at_k("last_box")}
             k = result.verl.shape[1]
@@ -98,16 +99,32 @@ def run(words: Sequence[str]) -> None:
         require(given.workers >= 1, "workers", given.workers, "an integer >= 1")
         sets = load_sets(given.sets)
         output.mkdir(parents=True, exist_ok=True)
+        files = [output.resolve() / FILE] + ([RESULTS / FILE] if given.save else [])
+        for file in files:
+            require_rows_file(file)
         with Grader(workers=given.workers) as grader:
             evaluator = Evaluator(settings, grader)
             evaluator.check(sets)
+            evaluator.check_records(sets, output)
             results = evaluate_sets(evaluator, sets, output, given.reading)
     rows = evaluation_rows(results, arm=named, model=model_name(given.model), reading=given.reading)
-    written = [write_rows(output.resolve() / FILE, rows)] + ([write_rows(FILE, rows)] if given.save else [])
+    written = [write_rows(file, rows) for file in files]
     for metric in METRICS:
         print(f"\n{metric}, %")
         print(format_table(table(metric, directory=output)))
     print("\nrows in " + ", ".join(map(str, written)))
+
+
+def require_rows_file(path: Path) -> None:
+    """`InputError` if rows could not be added to `path`: it exists, and does not hold a results file's columns."""
+    if not path.exists():
+        return
+    try:
+        rows = read_rows(path)
+    except (UnicodeDecodeError, csv.Error) as error:
+        raise InputError(f"file={str(path)!r}: expected a results file or none ({error})") from error
+    ours = all(row.keys() == set(COLUMNS) and None not in row.values() for row in rows)
+    require(ours, "file", str(path), f"none, or a results file: {','.join(COLUMNS)}")
 
 
 def model_name(given: str) -> str:
@@ -118,8 +135,9 @@ def model_name(given: str) -> str:
 
 def check(words: Sequence[str]) -> None:
     """Grade golds against themselves and their neighbours; status 1 if one needs mending."""
+    sets = f"files, directories, NAME or NAME=FILE, where NAME is one of {', '.join(BENCHMARKS)}"
     parser = argparse.ArgumentParser(prog=f"{PROGRAM} check", description=check.__doc__, allow_abbrev=False)
-    parser.add_argument("--sets", nargs="+", required=True, help="files, directories, NAME=FILE or names of Table A2")
+    parser.add_argument("--sets", nargs="+", required=True, help=sets)
     parser.add_argument("--workers", type=int, default=2, help="grading processes")
     given = parser.parse_args(words)
     with one_sentence(f"{PROGRAM} check"):

@@ -8,7 +8,8 @@ import fcntl
 import json
 import os
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
+from itertools import chain
 from pathlib import Path
 
 import numpy as np
@@ -16,6 +17,9 @@ import numpy as np
 from kv4rl.config import InputError, require
 from kv4rl.evaluation.evaluate import EvaluationResult
 from kv4rl.results import commit
+
+BEGINNING = b'{"settings": '
+FIRST_LINE = "an evaluation's settings, or a file that does not exist yet: give another --output or remove it"
 
 
 @dataclass(frozen=True)
@@ -60,20 +64,28 @@ class RecordFile:
         self._file.seek(0)
         content = self._file.read()
         whole = content[: content.rfind(b"\n") + 1]
-        self._file.truncate(len(whole))
-        lines = whole.decode("utf-8").splitlines()
+        lines = whole.splitlines()
         if not lines:
+            self._require(BEGINNING.startswith(content[: len(BEGINNING)]), 1, content, FIRST_LINE)
+            self._file.truncate(0)
             self._write({"settings": settings, "commit": self.commit})
             return
-        first = json.loads(lines[0])
+        first = _parsed(lines[0])
+        is_first = isinstance(first.get("settings"), dict) and first.get("settings") and "commit" in first
+        self._require(is_first, 1, lines[0], FIRST_LINE)
         begun, self.commit = first["settings"], first["commit"]
         for name in sorted(settings.keys() | begun.keys()):
             same = settings.get(name) == begun.get(name)
             expected = f"{begun.get(name)!r}, with which {self.path} was begun (or another --output)"
             require(same, name, settings.get(name), expected)
-        for line in lines[1:]:
-            record = Record(**json.loads(line))
-            self.done[record.problem_id] = record
+        for number, line in enumerate(lines[1:], start=2):
+            entry = _parsed(line)
+            self._require(_is_record(entry), number, line, "the record of one problem: delete the line to do it again")
+            self.done[entry["problem_id"]] = Record(**entry)
+        self._file.truncate(len(whole))
+
+    def _require(self, condition: object, number: int, line: bytes, expected: str) -> None:
+        require(bool(condition), f"{self.path}:{number}", line[:60].decode("utf-8", "replace"), expected)
 
     def append(self, record: Record) -> None:
         """Write a finished problem; it survives the process from here on."""
@@ -94,6 +106,25 @@ class RecordFile:
 
     def __exit__(self, *exc) -> None:
         self.close()
+
+
+def _parsed(line: bytes) -> dict:
+    """The object of a line; an empty one if it holds none."""
+    try:
+        entry = json.loads(line.decode("utf-8"))
+    except ValueError:
+        return {}
+    return entry if isinstance(entry, dict) else {}
+
+
+def _is_record(entry: dict) -> bool:
+    """Whether it has the fields of a `Record`, and a number for each sibling in each list."""
+    if entry.keys() != {field.name for field in fields(Record)} or not isinstance(entry["problem_id"], str):
+        return False
+    lists = [entry[name] for name in ("verl", "last_box", "has_box", "truncated", "response_tokens")]
+    if not all(isinstance(values, list) and len(values) == len(lists[0]) > 0 for values in lists):
+        return False
+    return all(isinstance(value, int | float) for value in (*chain(*lists), entry["grading_failures"]))
 
 
 def result_of(records: Sequence[Record]) -> EvaluationResult:

@@ -95,11 +95,19 @@ class Evaluator:
     def check(self, sets: Sequence[ProblemSet]) -> None:
         """`InputError`, naming the problem, unless every prompt can be asked; before anything is sampled."""
         most, cap = self.decoder.config.max_positions, self.settings.max_response_tokens
-        for problems in sets:
-            for row in problems.problems[: self.settings.limit]:
-                longest = len(self.prompt_tokens(row)) + cap
-                expected = f"at most the model's {most}, prompt and --max-response-tokens together"
-                require(longest <= most, f"positions of {row.problem_id}", longest, expected)
+        rows = [row for problems in sets for row in problems.problems[: self.settings.limit]]
+        tokens, problem_id = max((len(self.prompt_tokens(row)), row.problem_id) for row in rows)
+        room = most - tokens
+        fits = f"at most {room} fit" if room > 0 else f"the prompt alone has {tokens}"
+        expected = f"at most the model's {most}, prompt and --max-response-tokens {cap} together ({fits})"
+        require(tokens + cap <= most, f"positions of {problem_id}", tokens + cap, expected)
+
+    def check_records(self, sets: Sequence[ProblemSet], output: Path) -> None:
+        """`InputError` for a file of earlier runs that cannot be continued; before anything is sampled."""
+        for seed in self.settings.seeds:
+            for problems in sets:
+                if (path := record_path(output, problems, seed)).exists():
+                    RecordFile(path, self._recorded(problems, seed, self.settings.samples_of(problems))).close()
 
     def prompt_tokens(self, problem: Problem) -> list[int]:
         """The prompt's ids; `InputError` if they are too many, or the tokenizer lacks a character."""
@@ -187,6 +195,11 @@ class _UnderWay:
                 self._records.append(_record(problem_id, requests, self._verdicts.pop(problem_id)))
                 completed += 1
         return completed
+
+
+def record_path(output: Path, problems: ProblemSet, seed: int) -> Path:
+    """Where the finished problems of one set and seed are kept."""
+    return output / problems.name / f"seed{seed}.jsonl"
 
 
 def _record(problem_id: str, requests: dict[int, Request], verdicts: dict[int, Verdict]) -> Record:

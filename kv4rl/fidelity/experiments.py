@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from kv4rl.cli import one_sentence
-from kv4rl.config import require
+from kv4rl.config import require, require_integer
 from kv4rl.device import choose_device
 from kv4rl.fidelity.control import repeat_in_new_process
 from kv4rl.fidelity.corpus import PROMPTS_FILE, History, mini_prompts, mixed_prompts, sample_histories
@@ -33,7 +33,11 @@ FILE = "fidelity.csv"
 
 
 def parse_arguments(words: Sequence[str] | None = None) -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        prog="python -m kv4rl.fidelity.experiments",
+        description=__doc__,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
     parser.add_argument("--model", required=True, help="a directory, a name under data/models, or a hub id")
     parser.add_argument("--panels", nargs="+", required=True, choices=[*PANELS, "all"], help="which experiments")
     parser.add_argument("--prompts", type=int, default=CORPUS.prompts, help="responses, eight states each")
@@ -50,7 +54,8 @@ Prompts = list[tuple[str, list[int]]]
 
 def set_up(given: argparse.Namespace) -> tuple[Decoder, Prompts, int]:
     """(model, shared prompts, response cap) as the arguments say; ValueError for those that do not fit together."""
-    require(given.prompts >= 1, "prompts", given.prompts, "an integer >= 1")
+    require_integer(given.prompts, "prompts", 1)
+    require_integer(given.seed, "seed", 0)
     device = choose_device(given.device)
     dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
     decoder = load_decoder(given.model, dtype=dtype, device=device).requires_grad_(False)

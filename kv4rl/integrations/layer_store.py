@@ -119,6 +119,8 @@ class LayerStore:
         """[rows, kv_heads, positions, d] -> [rows, kv_heads, columns, d]: each row moved right by its padding."""
         if not bool(self.padding.any()):
             return x
+        if x.shape[2] == 0:  # nothing but padding yet
+            return x.new_zeros(*x.shape[:2], self.columns, x.shape[3])
         positions = torch.arange(self.columns, device=x.device) - self.padding[:, None]
         index = positions.clamp(min=0)[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1])
         return torch.where((positions >= 0)[:, None, :, None], x.gather(2, index), 0.0)

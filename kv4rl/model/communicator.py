@@ -23,10 +23,12 @@ BUFFERS = 2  # used in turn, so that a product may be written while a peer still
 def init_mesh(tensor_parallel: int, device_type: str = "cuda") -> DeviceMesh:
     """The mesh (dp, tp) over all processes that torchrun started; joins them if that has not happened yet.
 
-    Raises `ValueError` if the processes do not make whole groups. A process that dies ends the others within
+    Raises `ValueError` if there are none, or they do not make whole groups. A process that dies ends the others within
     `TIMEOUT_S`: their next sum fails.
     """
     if not dist.is_initialized():
+        expected = f"1, or a multiple of {tensor_parallel} processes started with torchrun"
+        require("RANK" in os.environ, "tensor_parallel", tensor_parallel, expected)
         backend, device = "gloo", None
         if device_type == "cuda":
             backend, device = "nccl", torch.device("cuda", int(os.environ["LOCAL_RANK"]))

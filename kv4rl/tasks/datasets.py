@@ -32,15 +32,19 @@ def open_stream(tasks: str, tokenizer: PreTrainedTokenizerBase, *, seed: int, ma
     if tasks in MADE:
         return _made(tasks, tokenizer, seed=seed, split="train", max_prompt_tokens=max_prompt_tokens)
     path = Path(tasks)
+    require(not path.is_dir(), "tasks", tasks, f"{_named()}; this is a folder")
     if path.suffix not in SUFFIXES:
         known = len(tasks.split("/")) == 2 and all(tasks.split("/"))
-        expected = f'{", ".join(MADE)}, a .jsonl or .parquet file that exists, or a hub id such as "{DAPO}"'
-        require(known, "tasks", tasks, expected)
+        require(known, "tasks", tasks, _named())
         return DataSetStream(tasks, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens)
-    require(path.is_file(), "tasks", tasks, f'"mini" or a {path.suffix} file that exists')
+    require(path.is_file(), "tasks", tasks, _named())
     if path.suffix == ".jsonl" and {"prompt", "answer"} <= read_file(path)[0][1].keys():
         return JsonlStream(path, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens, check_golds=True)
     return DataSetStream(path, tokenizer, seed=seed, max_prompt_tokens=max_prompt_tokens)
+
+
+def _named() -> str:
+    return f'{", ".join(MADE)}, a .jsonl or .parquet file that exists, or a hub id such as "{DAPO}"'
 
 
 def held_out_stream(

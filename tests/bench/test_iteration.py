@@ -19,6 +19,7 @@ from kv4rl.rollout.fits import fit
 from kv4rl.rollout.forced import shrunk
 from kv4rl.rollout.partial import PartialCollector
 
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 SMALL = "--device cpu --shrink 400 --groups 2 --slots 8 --step-tokens 64 --workspace-tokens 256 --warmup 1".split()
 
 
@@ -142,9 +143,15 @@ def test_the_embedding_counts_only_where_it_is_the_head():
         (["--tp", "2"], "tensor_parallel=2: expected a divisor of 1"),
         (["--shrink", "2"], "shrink=2.0: expected lengths within the model's 2048"),
         (["--model", "qwen9"], "model='qwen9': expected one of qwen3-4b, qwen3-8b"),
+        (["--iterations", "0"], "iterations=0: expected an integer >= 1"),
+        (["--parts", "learner", "--tokens", "0"], "tokens=0: expected an integer >= 1"),
+        (["--warmup", "-1"], "warmup=-1: expected an integer >= 0"),
+        (["--tp", "0"], "tp=0: expected an integer >= 1"),
+        (["--seed", "-1"], "seed=-1: expected an integer >= 0"),
+        pytest.param(["--device", "cuda"], "device='cuda': expected one of auto, cpu", marks=no_cuda),
     ],
 )
 def test_what_cannot_be_run_ends_with_one_sentence(words, message, capsys):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         main([*SMALL, *words])
-    assert message in capsys.readouterr().err
+    assert message in capsys.readouterr().err and ended.value.code == 2

@@ -3,9 +3,12 @@
 import json
 
 import pytest
+import torch
 
 from kv4rl.bench.__main__ import main
 from kv4rl.results import read_rows
+
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
 def test_overhead_writes_the_step_of_engine_and_replay(tmp_path, capsys):
@@ -24,8 +27,17 @@ def test_overhead_writes_the_step_of_engine_and_replay(tmp_path, capsys):
     }
 
 
-@pytest.mark.parametrize(("words", "message"), [(["--shapes", "3y4"], "shapes=['3y4']"), (["--steps", "1"], "steps=1")])
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--shapes", "3y4"], "shapes=['3y4']"),
+        (["--steps", "1"], "steps=1"),
+        (["--tp", "0"], "tp=0"),
+        (["--tp", "2"], "tensor_parallel=2: expected 1, or a multiple of 2 processes started with torchrun"),
+        pytest.param(["--device", "cuda"], "device='cuda': expected one of auto, cpu", marks=no_cuda),
+    ],
+)
 def test_wrong_words_end_with_one_sentence(words, message, capsys):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         main(["overhead", "--device", "cpu", *words])
-    assert message in capsys.readouterr().err
+    assert message in capsys.readouterr().err and ended.value.code == 2

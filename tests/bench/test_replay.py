@@ -27,6 +27,7 @@ from kv4rl.model.shapes import random_model, shape_config
 from kv4rl.results import read_rows
 from kv4rl.theory.lengths import LengthDistribution
 
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 SMALL = "replay --device cpu --model mini-qwen3 --shapes 3x20 2x40 --samples 4 --blocks 2 --warmups 1".split()
 
 
@@ -155,12 +156,29 @@ def test_arms_cover_the_papers_figures():
         (["--shapes", "3x"], "shapes=['3x']: expected batch x context"),
         (["--shapes", "0x4"], "shape='0x4': expected at least 1x1"),
         (["--samples", "1"], "samples=1: expected at least one a block (2)"),
+        (["--warmups", "-1"], "warmups=-1: expected an integer >= 0"),
+        (["--hbm-gb", "0"], "hbm-gb=0.0: expected a number > 0"),
+        (["--hbm-gb", "6"], "hbm-gb=6.0: expected room for the model (0.00474 GB), 6 GB besides and at least one"),
+        (["--shapes", "2x100000000"], "hbm-gb=138.0: expected room for"),
+        (["--tp", "0"], "tp=0: expected an integer >= 1"),
+        (["--tp", "2"], "tensor_parallel=2: expected 1, or a multiple of 2 processes started with torchrun"),
+        pytest.param(["--device", "cuda"], "device='cuda': expected one of auto, cpu", marks=no_cuda),
     ],
 )
 def test_bad_input_ends_with_one_sentence(words, message, capsys):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         main([*SMALL, *words])
-    assert message in capsys.readouterr().err
-    with pytest.raises(SystemExit):
-        main(["replay", "--device", "cpu", "--model", "mini-qwen3"])
-    assert "model='mini-qwen3': expected one of qwen3-4b, qwen3-8b" in capsys.readouterr().err
+    assert message in capsys.readouterr().err and ended.value.code == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--model", "mini-qwen3"], "model='mini-qwen3': expected one of qwen3-4b, qwen3-8b"),
+        (["--checkpoints", "4B-1"], "checkpoints=['4B-1']: expected some of 4B-"),
+    ],
+)
+def test_states_that_are_not_in_table_a3_are_refused(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(["replay", "--device", "cpu", *words])
+    assert message in capsys.readouterr().err and ended.value.code == 2

@@ -60,12 +60,26 @@ def test_gains_are_quotients_of_summed_collection_times():
         (["--hbm-gb", "0.001"], "for bf16: model 4.74 MB (short by 3.74 MB)"),
         (["--shrink", "2"], "shrink=2.0: expected lengths within the model's 2048 positions"),
         (["--model", "qwen9"], "model='qwen9': expected one of qwen3-4b, qwen3-8b"),
+        (["--parts", "preciions"], "argument --parts: invalid choice: 'preciions'"),
+        (["--collections", "0"], "collections=0: expected an integer >= 1"),
+        (["--warmup", "-1"], "warmup=-1: expected an integer >= 0"),
+        (["--tp", "0"], "tp=0: expected an integer >= 1"),
+        (["--hbm-gb", "nan"], "hbm-gb=nan: expected a number > 0"),
+        (["--seed", "-1"], "seed=-1: expected an integer >= 0"),
     ],
 )
 def test_what_cannot_be_run_ends_with_one_sentence_before_any_work(words, message, capsys):
-    with pytest.raises(SystemExit):
+    with pytest.raises(SystemExit) as ended:
         main([*SMALL, *words])
-    assert message in capsys.readouterr().err
+    assert message in capsys.readouterr().err and ended.value.code == 2
+
+
+@pytest.mark.parametrize(("words", "message"), [([], "required: bench"), (["kernel"], "invalid choice: 'kernel'")])
+def test_a_misspelt_bench_is_named_with_the_known_ones(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main(words)
+    said = capsys.readouterr().err
+    assert message in said and "kernels" in said and "today" in said and ended.value.code == 2
 
 
 def test_shrunk_workloads_keep_mass_and_means():

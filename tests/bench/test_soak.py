@@ -9,6 +9,8 @@ from kv4rl.bench import soak
 from kv4rl.bench.__main__ import main
 from kv4rl.results import read_rows
 
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
+
 
 @pytest.fixture
 def make_soak(tmp_path):
@@ -54,8 +56,19 @@ def test_a_page_that_nobody_holds_is_found(make_soak):
         found._step()
 
 
-def test_bad_sizes_end_with_one_sentence(capsys):
-    for words, message in ((["--minutes", "0"], "minutes=0.0"), (["--model", "qwen9"], "model='qwen9'")):
-        with pytest.raises(SystemExit):
-            main(["soak", "--device", "cpu", *words])
-        assert message in capsys.readouterr().err
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--minutes", "0"], "minutes=0.0"),
+        (["--model", "qwen9"], "model='qwen9'"),
+        (["--longest", "100000"], "longest=100000: expected at most the model's 2048 positions"),
+        (["--slots", "1"], "slots=1: expected an integer >= 2"),
+        (["--seed", "-1"], "seed=-1: expected an integer >= 0"),
+        pytest.param(["--device", "cuda"], "device='cuda': expected one of auto, cpu", marks=no_cuda),
+    ],
+)
+def test_bad_input_ends_with_one_sentence_before_any_work(words, message, capsys, monkeypatch):
+    monkeypatch.setattr(soak, "Soak", None)
+    with pytest.raises(SystemExit) as ended:
+        main(["soak", "--device", "cpu", *words])
+    assert message in capsys.readouterr().err and ended.value.code == 2

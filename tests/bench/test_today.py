@@ -11,6 +11,7 @@ from kv4rl.model.attend import PackedCausal
 from kv4rl.model.shapes import random_model
 from kv4rl.results import read_rows
 
+no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 SMALL = "today --device cpu --model mini-qwen3 --prompts 3 --prompt-tokens 9 --new-tokens 6".split()
 
 
@@ -42,13 +43,30 @@ def test_a_call_that_ends_early_is_not_timed():
         today.seconds(lambda tokens: [[0] * tokens, [0] * 3], 4, 2, torch.device("cpu"))
 
 
-def test_lengths_beyond_the_models_positions_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        main([*SMALL, "--new-tokens", "4096"])
-    assert "at most the model's 2048 positions" in capsys.readouterr().err
+@pytest.mark.parametrize("make", [today.static_batch, today.continuous_batching])
+def test_no_token_ends_a_baselines_response(make):
+    decoder = random_model("mini-qwen3")
+    decoder.config.hf.eos_token_id = list(range(decoder.config.vocab_size))  # whatever is drawn would end it
+    responses = make(today.transformers_model(decoder), [[5, 6, 7], [8, 9, 10]])(6)
+    assert [len(response) for response in responses] == [6, 6]
 
 
-def test_no_prompts_are_refused(capsys):
-    with pytest.raises(SystemExit):
-        main([*SMALL, "--prompts", "0"])
-    assert "prompts=0: expected an integer >= 1" in capsys.readouterr().err
+def test_without_generate_nothing_is_set_against_it(tmp_path, capsys):
+    main([*SMALL, "--arms", "kv4", "--out", str(tmp_path / "today.csv")])
+    printed = capsys.readouterr().out
+    assert "tokens/s" in printed and "of generate" not in printed
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["--new-tokens", "4096"], "at most the model's 2048 positions"),
+        (["--prompts", "0"], "prompts=0: expected an integer >= 1"),
+        (["--seed", "-1"], "seed=-1: expected an integer >= 0"),
+        pytest.param(["--device", "cuda"], "device='cuda': expected one of auto, cpu", marks=no_cuda),
+    ],
+)
+def test_bad_input_ends_with_one_sentence(words, message, capsys):
+    with pytest.raises(SystemExit) as ended:
+        main([*SMALL, *words])
+    assert message in capsys.readouterr().err and ended.value.code == 2

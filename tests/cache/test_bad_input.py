@@ -8,6 +8,7 @@ import torch
 
 from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
 from kv4rl.config import KVConfig
+from kv4rl.formats.packing import chunk_bytes
 
 SHAPE = {"num_layers": 2, "query_heads": 8, "kv_heads": 2, "head_dim": 64, "dtype": torch.float32}
 KV = KVConfig("kv4rl", 4, 8)
@@ -49,6 +50,13 @@ def test_shapes_that_no_kernel_serves(change, message):
 def test_sizes_and_backend(change, message):
     with refused(message):
         KVCache(KV, CacheShape(**SHAPE), **{"num_pages": 6, "num_slots": 3} | change)
+
+
+@pytest.mark.parametrize("pages", [10**12, 10**17, 10**30])
+def test_pages_beyond_the_memory(pages):
+    size = pages * 2 * 2 * chunk_bytes("kv4rl", 64, torch.float32)
+    with refused(f"cache pages={pages}: expected fewer pages or more memory: they need {size} bytes"):
+        KVCache(KV, CacheShape(**SHAPE), num_pages=pages, num_slots=3)
 
 
 @pytest.mark.parametrize("change", [{"sink_tokens": -1}, {"recent_tokens": -1}, {"precision": "int4"}])

@@ -14,7 +14,7 @@ from kv4rl.evaluation.records import Record, RecordFile, result_of
 from kv4rl.evaluation.report import evaluation_rows, format_table, table
 from kv4rl.evaluation.run import EvaluationSettings, Evaluator
 from kv4rl.model.weights import MODELS_DIR
-from kv4rl.results import REPOSITORY, read_rows, write_rows
+from kv4rl.results import COLUMNS, REPOSITORY, read_rows, write_rows
 from kv4rl.rewards import Grader
 
 TASKS = REPOSITORY / "data" / "tasks" / "mini-evaluation.jsonl"
@@ -97,7 +97,8 @@ def test_other_settings_do_not_continue_a_run(whole, capsys):
     [("--seeds 1 1", "seeds=.1, 1.: expected one or more, each once"), ("--samples 0", "samples=0"),
      ("--limit 0", "limit=0"), ("--top-p 0", "top_p=0"), ("--model modle", "model='modle'"),
      ("--workers 0", "workers=0"),     ("--sets nowhere.jsonl", "data file='nowhere.jsonl'"),
-     ("--max-response-tokens 4096", "positions of mini-ev.*2048"),
+     ("--max-response-tokens 4096", r"positions of mini-ev.*2048, .*\(at most 20\d\d fit\)"),
+     ("--cache-pages 100000000000", "cache pages=100000000000: expected fewer pages or more memory: they need"),
      ("--max-prompt-tokens 9", "tokens in the prompt of mini-evaluation-1=28"), ("--chat", "chat=True"),
      (f"--sets {WORDS}", "prompt of word_problems-1=.*characters")],
 )  # fmt: skip
@@ -107,7 +108,39 @@ def test_what_cannot_be_evaluated_ends_with_one_sentence(tmp_path, monkeypatch, 
         main([*MINI, "--output", "run", *words.split()])
     assert ending.value.code == 2
     assert re.search(named, capsys.readouterr().err)
-    assert not list(Path("run").glob("*/*"))
+    assert all(path.read_bytes().count(b"\n") == 1 for path in Path("run").glob("*/*"))  # no problem was recorded
+
+
+@pytest.mark.parametrize(
+    ("content", "line"),
+    [(b"garbage", 1), (b"garbage\n", 1), (b'{"settings": {}}\n', 1), (b"\xff\n", 1), (b"[]\n", 1),
+     (b'{"settings": {"seed": 1}, "commit": "c"}\n{}\n', 2),
+     (b'{"settings": {"seed": 1}, "commit": "c"}\n{"problem_id": 3}\n', 2),
+     (b'{"settings": {"seed": 1}, "commit": "c"}\n\xff\xfe\n', 2)],
+)  # fmt: skip
+def test_a_damaged_record_file_is_named_with_its_line_and_left_alone(tmp_path, content, line):
+    path = tmp_path / "seed1.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(InputError, match=rf"seed1.jsonl:{line}='.*': expected"):
+        RecordFile(path, {"seed": 1})
+    assert path.read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("file", "content", "named"),
+    [("mini-evaluation/seed44.jsonl", b"{}\n", "seed44.jsonl:1='{}': expected an evaluation's settings"),
+     ("evaluation.csv", b"a,b\n1,2\n", "columns of evaluation.csv=\\['a', 'b'\\]: expected also"),
+     ("evaluation.csv", b"\xff\n", "evaluation.csv': expected a results file or none"),
+     ("evaluation.csv", ",".join((*COLUMNS, "more")).encode() + b"\n" + b"1," * 16 + b"1\n", "none, or a results")],
+)  # fmt: skip
+def test_files_of_others_are_noticed_before_anything_is_sampled(tmp_path, monkeypatch, capsys, file, content, named):
+    monkeypatch.setattr(Evaluator, "_sample", None)
+    (tmp_path / file).parent.mkdir(exist_ok=True)
+    (tmp_path / file).write_bytes(content)
+    with pytest.raises(SystemExit, match="2"):
+        run(tmp_path, 1)
+    assert re.search(named, capsys.readouterr().err)
+    assert (tmp_path / file).read_bytes() == content
 
 
 def test_a_record_file_has_one_writer_and_drops_half_a_line(tmp_path):

@@ -198,6 +198,51 @@ def test_wrong_settings_are_refused_by_name(qwen, make_cache):
         make_cache(qwen, attention_mask=torch.tensor([[1, 1, 0]]))
     with pytest.raises(ValueError, match="left padding"):
         make_cache(qwen, attention_mask=torch.zeros(1, 3))
+    with pytest.raises(ValueError, match=r"attention_mask='list': expected a tensor"):
+        make_cache(qwen, attention_mask=[[1, 1, 1]])
+    with pytest.raises(ValueError, match=r"attention_mask of shape \(2, 999\), zeros a row=\[999, 0\]: expected left"):
+        make_cache(qwen, attention_mask=torch.tensor([[0], [1]]).expand(2, 999))
+    for wrong, name in ((qwen, "Qwen3ForCausalLM"), ("mini-qwen3", "mini-qwen3")):
+        with pytest.raises(ValueError, match=f"model_config='{name}': expected a model's config"):
+            KV4RLCache(wrong)
+
+
+@pytest.mark.parametrize("chunks", [{}, {"prefill_chunk_size": 1}, {"prefill_chunk_size": 4}])
+def test_a_mask_of_fewer_rows_is_refused_unless_they_repeat(qwen, make_cache, ids, generate, chunks):
+    batch = ids(9, rows=2)
+    batch[1, :6] = batch[0, :6]  # a shared beginning
+    with pytest.raises(ValueError, match=r"attention_mask rows=1: expected the batch's 2 .fewer only where beams"):
+        generate(qwen, batch, make_cache(qwen, attention_mask=torch.ones(1, 9)), **chunks)
+    mask = torch.tensor([[0, 0, 0, 1, 1, 1, 1, 1, 1]])
+    cache = make_cache(qwen, attention_mask=mask)
+    generate(qwen, batch[:1], cache, attention_mask=mask, do_sample=True, num_return_sequences=2, **chunks)
+    assert cache.layers[0].store.padding.tolist() == [3, 3]
+
+
+def test_a_mask_longer_than_the_prompt_is_refused_where_it_hides_a_token(qwen, make_cache, ids, generate):
+    long = torch.ones(2, 20)
+    generate(qwen, ids(9, rows=2), make_cache(qwen, attention_mask=long))
+    long[0, :12] = 0
+    with pytest.raises(ValueError, match=r"attention_mask.shape=\(2, 20\): expected \[batch, 9\], as many columns as"):
+        generate(qwen, ids(9, rows=2), make_cache(qwen, attention_mask=long))
+
+
+def test_a_prompt_that_begins_in_a_later_chunk(qwen, make_cache, ids, generate):
+    prompt, mask = ids(3), torch.tensor([[0] * 6 + [1] * 3])
+    padded = torch.cat((torch.zeros(1, 6, dtype=torch.int64), prompt), 1)
+    for size in (4, 8):
+        cache = make_cache(qwen, "bf16", attention_mask=mask)
+        out = generate(qwen, padded, cache, attention_mask=mask, prefill_chunk_size=size)
+        assert torch.equal(out, generate(qwen, prompt))
+
+
+def test_a_cache_made_for_another_model_is_refused(qwen, models, make_cache, ids, generate):
+    other = models["llama-3q1kv-d128"]
+    with pytest.raises(ValueError, match=r"\(KV heads, head_dim\) of the keys=\(2, 64\): expected model_.*\(1, 128\)"):
+        generate(qwen, ids(9), make_cache(other))
+    shallow = type(qwen.config)(**qwen.config.to_dict() | {"num_hidden_layers": 1, "layer_types": None})
+    with pytest.raises(ValueError, match="layers of the model=2: expected at most model_config's 1"):
+        generate(qwen, ids(9), KV4RLCache(shallow))
 
 
 def test_padding_without_a_mask_is_noticed(qwen, make_cache, ids, generate):

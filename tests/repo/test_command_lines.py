@@ -12,7 +12,9 @@ from kv4rl.results import REPOSITORY
 
 WRONG = [  # module, words, what the sentence names
     ("kv4rl.train", "--model modle", "model='modle': expected a model directory, a name under"),
-    ("kv4rl.train", "--tasks nowhere.jsonl", "tasks='nowhere.jsonl': expected \"mini\" or a .jsonl file"),
+    ("kv4rl.train", "--tasks nowhere.jsonl", "tasks='nowhere.jsonl': expected mini, sums, a .jsonl or .p"),
+    ("kv4rl.train", "--tasks /proc/self", "tasks='/proc/self': expected mini, sums, a .jsonl or .parquet file that ex"),
+    ("kv4rl.train", "--rollout.cache_pages 1000000000000", "cache pages=1000000000000: expected fewer pages or more"),
     ("kv4rl.train", "--kv.recent_tokens 4096", "sink_tokens + recent_tokens = 16 + 4096=4112: expected at most the m"),
     ("kv4rl.train", "--rollout.responses_per_group 1", "responses_per_group=1: expected at least 2"),
     ("kv4rl.train", "--rollout.groups_per_update 0", "groups_per_update=0: expected an integer >= 1"),
@@ -36,6 +38,7 @@ WRONG = [  # module, words, what the sentence names
     ("kv4rl.fidelity", "--model mini-qwen3 --precisions kv4 kv4", "precisions=['kv4', 'kv4']: expected each once"),
     ("kv4rl.fidelity", "--model mini-qwen3 --recent 4096", "sink_tokens + recent_tokens = 16 + 4096=4112"),
     ("kv4rl.fidelity", "--model mini-qwen3 --backend cudnn", "backend='cudnn': expected one of auto"),
+    ("kv4rl.fidelity.experiments", "--model mini-qwen3 --panels 4b --seed -1", "seed=-1: expected an integer >= 0"),
     ("kv4rl.bench.parity", "--model modle", "model='modle'"),
     ("kv4rl.bench.parity", "--prompts 0", "prompts=0: expected an integer >= 1"),
     ("kv4rl.bench.parity", "--new-tokens 2048", "prompt and new-tokens=2076: expected at most the model's 2048"),

@@ -39,6 +39,7 @@ def test_seeds_and_precisions_choose_what_is_sampled():
         ("--model modle --prompt n", "model='modle': expected a model directory"),
         ("--model mini-qwen3 --prompt Hello", "characters of the prompt=['H', 'e', 'l', 'o']: expected only"),
         ("--model mini-qwen3 --prompt=", "prompt='': expected some text"),
+        ("--model mini-qwen3 --prompt \udcff", "prompt='\\udcff': expected UTF-8"),
         ("--model mini-qwen3 --prompt n --max-new-tokens 2048", "prompt and new tokens=2049: expected at most the mo"),
         ("--model mini-qwen3 --prompt n --max-new-tokens 0", "max-new-tokens=0: expected an integer >= 1"),
         ("--model mini-qwen3 --prompt n --temperature -1", "temperature=-1.0: expected a number >= 0"),

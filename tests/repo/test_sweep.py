@@ -45,6 +45,30 @@ def test_every_precision_and_collector_is_planned_once_a_seed(tmp_path):
     assert "--without-start" in runs[1].words and "--evaluate_prompts" in runs[1].words
 
 
+def test_runs_of_another_model_or_setting_have_folders_of_their_own():
+    def folders(*flags):
+        return {run.folder for run in sweep.plan(*sweep.parse(["--seeds", "1", *flags]))}
+
+    of_mini = folders()
+    assert not of_mini & (folders("--preset", "smollm2") | folders("--updates", "9") | folders("--reading", "last_box"))
+
+
+@pytest.mark.parametrize("given", [["--kv.precision", "kv8"], ["--seed=5"], ["--rollout.collector", "sync"]])
+def test_what_the_sweep_sets_itself_is_refused_with_the_flag_for_it(given, capsys):
+    with pytest.raises(SystemExit, match="2"):
+        sweep.parse(given)
+    assert "the sweep sets it run by run" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("flag", ["--output_dir", "--out"])
+def test_a_place_that_cannot_be_is_refused_before_the_first_run(words, tmp_path, capsys, flag):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(SystemExit, match="2"):
+        sweep.main([*words, flag, str(tmp_path / "file" / "rows")])
+    said = capsys.readouterr()
+    assert str(tmp_path / "file") in said.err and said.out == ""
+
+
 def test_a_failing_run_is_named_the_others_are_kept_and_finished_ones_are_not_repeated(words, tmp_path, capsys):
     with pytest.raises(SystemExit, match=r"1 of 10 runs failed\nkv8 seed2 partial failed with status 1: .*MemoryError"):
         sweep.main(words)

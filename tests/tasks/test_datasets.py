@@ -148,8 +148,8 @@ def test_a_name_opens_the_stream_it_means(hub, data_file, tmp_path, tokenizer):
     assert type(open_stream(str(data_file), tokenizer, **options)) is DataSetStream
     hub.answer = ROWS[:1]
     assert type(open_stream(DAPO, tokenizer, **options)) is DataSetStream
-    for wrong in ("minni", "nowhere.jsonl", "nowhere.parquet"):
-        with pytest.raises(InputError, match=f"tasks='{wrong}'"):
+    for wrong in ("minni", "nowhere.jsonl", "nowhere.parquet", str(tmp_path)):
+        with pytest.raises(InputError, match=f"tasks='{wrong}': expected mini, sums, a .jsonl or .parquet file"):
             open_stream(wrong, tokenizer, **options)
 
 
