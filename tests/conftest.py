@@ -45,3 +45,19 @@ def raw_step():
         return *(x.to(device) for x in (q, k, v)), before
 
     return make
+
+
+@pytest.fixture
+def zero_constant_and_huge():
+    """An edit of five requests' vectors: whole ones that are zero, constant, far below zero or huge, and one mixed."""
+
+    def edit(row, q, k, v):
+        if row < 3:
+            size = (0.0, 2.5, -1e6)[row]
+            k[:], v[:] = size, size
+        elif row == 3:
+            k[:], v[:] = 1e4 * k, 1e6 * v
+        else:
+            v[3], v[5], k[7], v[11], k[13] = 0.0, 2.5, 2.5, 1e3 * v[11], 0.0
+
+    return edit

@@ -23,17 +23,9 @@ def test_value_magnitude_does_not_matter(make_case, precision, spread):
 
 
 @pytest.mark.parametrize("precision", QUANTISED)
-def test_zero_constant_and_huge_vectors_decode_as_near_as_others(make_case, precision):
-    def edit(row, q, k, v):
-        if row < 3:
-            size = (0.0, 2.5, -1e6)[row]
-            k[:], v[:] = size, size
-        elif row == 3:
-            k[:], v[:] = 1e4 * k, 1e6 * v
-        else:
-            v[3], v[5], k[7], v[11], k[13] = 0.0, 2.5, 2.5, 1e3 * v[11], 0.0
-
-    make_case(KVConfig(precision), [200, 200, 200, 200, 3000], dtype=torch.float32, edit=edit).check()
+def test_zero_constant_and_huge_vectors_decode_as_near_as_others(make_case, zero_constant_and_huge, precision):
+    lengths = [200, 200, 200, 200, 3000]
+    make_case(KVConfig(precision), lengths, dtype=torch.float32, edit=zero_constant_and_huge).check()
 
 
 @pytest.mark.parametrize("precision", QUANTISED)
