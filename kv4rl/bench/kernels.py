@@ -15,7 +15,7 @@ import torch
 
 from kv4rl.attention import triton
 from kv4rl.attention.cuda import DecodePlan, write_kv
-from kv4rl.bench.replay_states import HETEROGENEOUS, heterogeneous
+from kv4rl.bench.replay_states import HETEROGENEOUS, heterogeneous, parse_shapes
 from kv4rl.bench.timing import copy_bytes_per_s, graph_ms, layers_beyond_cache
 from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
 from kv4rl.cache.main_cache import pages_for
@@ -46,14 +46,6 @@ class Workload:
 
 def uniform(batch: int, context: int) -> Workload:
     return Workload(f"{batch}x{context}", (context,) * batch)
-
-
-def ragged(name: str, batch: int, mean: float, seed: int) -> Workload:
-    """Log-normal lengths of one batch: sigma 0.8, the given mean, 32 to 17,000 tokens."""
-    generator = torch.Generator().manual_seed(seed)
-    draws = torch.exp(0.8 * torch.randn(batch, generator=generator))
-    lengths = (draws * (mean / draws.mean())).clamp(32, 17000).long()
-    return Workload(name, tuple(lengths.tolist()))
 
 
 def workloads(which: str) -> list[Workload]:
@@ -298,12 +290,14 @@ def line_of(workload: Workload, shard: str, found: dict, copy_rate: float) -> st
 def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(prog="python -m kv4rl.bench kernels", description=__doc__)
     parser.add_argument("--workloads", default="all", choices=("all", "table", "ragged", "small", "quick", "none"))
+    parser.add_argument("--shapes", nargs="+", default=[], help="batch x context instead, e.g. 640x874")
     parser.add_argument("--shards", nargs="+", default=["tp2_16q4kv"], choices=tuple(SHARDS))
     arms = [BASELINE, *ARMS]
     parser.add_argument("--arms", nargs="+", default=arms, choices=(*arms, *OTHER_ARMS))
     parser.add_argument("--out", default=FILE, help="CSV under data/results, or an absolute path")
     options = parser.parse_args(arguments)
     with one_sentence("kv4rl.bench kernels"):
+        options.pairs = parse_shapes(options.shapes)
         require(torch.cuda.is_available(), "torch.cuda.is_available()", False, "a CUDA device: kernels are timed on it")
     return options
 
@@ -320,7 +314,7 @@ def measure_shard(shard: str, options: argparse.Namespace, copy_rate: float, row
         rows.extend(rows_of(workload, shard, found, copy_rate))
         write_rows(options.out, rows)
 
-    for workload in workloads(options.workloads):
+    for workload in [uniform(*pair) for pair in options.pairs] or workloads(options.workloads):
         found = measure(workload, shard, options.arms)
         measured.append((workload, found))
         keep(workload, found)

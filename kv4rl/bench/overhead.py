@@ -20,7 +20,7 @@ import torch
 import torch.distributed as dist
 
 from kv4rl.bench.replay_arm import Replay
-from kv4rl.bench.replay_states import State
+from kv4rl.bench.replay_states import State, parse_shapes
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.cli import one_sentence
 from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig, require
@@ -128,10 +128,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
         require(options.tp >= 1, "tp", options.tp, "an integer >= 1")
         choose_device(options.device)
         require(options.steps >= 2, "steps", options.steps, "an integer >= 2")
-        pairs = [shape.split("x") for shape in options.shapes]
-        ok = all(len(pair) == 2 and all(part.isdigit() and int(part) > 0 for part in pair) for pair in pairs)
-        require(ok, "shapes", options.shapes, "batch x context, e.g. 640x874")
-        options.pairs = [(int(batch), int(context)) for batch, context in pairs]
+        options.pairs = parse_shapes(options.shapes)
     return options
 
 

@@ -21,7 +21,7 @@ import torch
 import torch.distributed as dist
 
 from kv4rl.bench.replay_arm import ARMS, BF16_PROTECTED, WINDOWS, Replay
-from kv4rl.bench.replay_states import State, aggregate, heterogeneous, ragged_aggregate, table_a3, uniform
+from kv4rl.bench.replay_states import State, aggregate, heterogeneous, parse_shapes, ragged_aggregate, table_a3, uniform
 from kv4rl.bench.weight_arms import PRODUCTS, quantised_weights
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.cache.memory_plan import page_bytes, side_bytes
@@ -109,10 +109,7 @@ def rows(times: Times, whole: set[str], model: str) -> list[dict]:
 def states_of(options: argparse.Namespace) -> list[State]:
     """What the options ask for: states given by hand, or the model's part of Table A3 and of §B.5."""
     if options.shapes:
-        pairs = [shape.split("x") for shape in options.shapes]
-        ok = all(len(pair) == 2 and all(part.isdigit() for part in pair) for pair in pairs)
-        require(ok, "shapes", options.shapes, "batch x context, e.g. 640x874")
-        return [uniform("given", int(batch), int(context)) for batch, context in pairs]
+        return [uniform("given", *pair) for pair in parse_shapes(options.shapes)]
     require(options.model in SHAPES, "model", options.model, f"one of {', '.join(SHAPES)}, or --shapes of its own")
     size = options.model.removeprefix("qwen3-")
     known = list(dict.fromkeys(state.group for state in table_a3(size)))

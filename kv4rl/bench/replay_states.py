@@ -24,6 +24,14 @@ class State:
         return f"{len(self.contexts)}x{round(sum(self.contexts) / len(self.contexts))}"
 
 
+def parse_shapes(shapes: Sequence[str]) -> list[tuple[int, int]]:
+    """(batch, context) of each "640x874"; raises ValueError for anything else."""
+    pairs = [shape.split("x") for shape in shapes]
+    ok = all(len(pair) == 2 and all(part.isdecimal() and int(part) > 0 for part in pair) for pair in pairs)
+    require(ok, "shapes", list(shapes), "batch x context, e.g. 640x874")
+    return [(int(batch), int(context)) for batch, context in pairs]
+
+
 def uniform(group: str, batch: int, context: int) -> State:
     require(batch >= 1 and context >= 1, "shape", f"{batch}x{context}", "at least 1x1")
     return State(group, (context,) * batch)

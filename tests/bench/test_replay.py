@@ -153,8 +153,6 @@ def test_arms_cover_the_papers_figures():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--shapes", "3x"], "shapes=['3x']: expected batch x context"),
-        (["--shapes", "0x4"], "shape='0x4': expected at least 1x1"),
         (["--samples", "1"], "samples=1: expected at least one a block (2)"),
         (["--warmups", "-1"], "warmups=-1: expected an integer >= 0"),
         (["--hbm-gb", "0"], "hbm-gb=0.0: expected a number > 0"),
@@ -182,3 +180,11 @@ def test_states_that_are_not_in_table_a3_are_refused(words, message, capsys):
     with pytest.raises(SystemExit) as ended:
         main(["replay", "--device", "cpu", *words])
     assert message in capsys.readouterr().err and ended.value.code == 2
+
+
+@pytest.mark.parametrize("shape", ["640", "640x", "x874", "0x874", "640x0", "640x874x2", "-1x5", "²x5", "6.5x3", ""])
+@pytest.mark.parametrize("bench", ["replay", "overhead", "kernels"])
+def test_a_shape_that_is_none_is_refused_by_every_bench(bench, shape, capsys):
+    with pytest.raises(SystemExit):
+        main([bench, f"--shapes={shape}"])
+    assert f"shapes=['{shape}']: expected batch x context" in capsys.readouterr().err
