@@ -31,7 +31,8 @@ struct Producer : Block {
   // scales read: far enough apart that nothing waits, and late, so that a block that falls behind takes fewer items.
   static constexpr int kApart = C::kProtected ? 3 : 2;
   uint64_t stream;
-  int tickets, ticket, asked, rows_left;
+  int tickets, asked, rows_left;
+  int ticket = 0;  // lane 0's
   int uncounted = 0;  // chunks of several among the items announced whose arrival is still to be counted
   uint32_t written_parity = 0;
   Upcoming next;
@@ -91,14 +92,9 @@ struct Producer : Block {
   }
 
   __device__ __forceinline__ void look_ahead() {
-    if (asked == 0 && rows_left <= 3 * kApart) ticket = take(), asked = 1;
-    if (asked == 1 && rows_left <= 2 * kApart) next = look_up(__shfl_sync(~0u, ticket, 0)), asked = 2;
+    if (asked == 0 && rows_left <= 3 * kApart) take(&a.counters->next, lane == 0, ticket), asked = 1;
+    if (asked == 1 && rows_left <= 2 * kApart) next = look_up(int(gridDim.x) + __shfl_sync(~0u, ticket, 0)), asked = 2;
     if (asked == 2 && rows_left <= kApart) read_ahead(next), asked = 3;
-  }
-
-  // The next ticket, in lane 0; nobody waits for it yet.
-  __device__ __forceinline__ int take() {
-    return lane == 0 ? int(gridDim.x) + atomicAdd(&a.counters->next, 1) : 0;
   }
 
   __device__ __forceinline__ Upcoming look_up(int ticket) const {

@@ -74,4 +74,16 @@ __device__ __forceinline__ int arrive(int* counter) {
   return before;
 }
 
+// The next ticket, to the lane that takes one; nobody waits for it yet. For atomicAdd the compiler adds up what the lanes
+// of a warp ask for and waits at once to hand the answer round.
+__device__ __forceinline__ void take(int* counter, bool takes, int& ticket) {
+  asm volatile(
+      "{\n\t.reg .pred takes;\n\t"
+      "setp.ne.s32 takes, %2, 0;\n\t"
+      "@takes atom.relaxed.gpu.global.add.s32 %0, [%1], 1;\n}"
+      : "+r"(ticket)
+      : "l"(counter), "r"(int(takes))
+      : "memory");
+}
+
 }  // namespace kv4rl

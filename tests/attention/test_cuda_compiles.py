@@ -34,7 +34,7 @@ DECODE_BUILDS = [  # precision, head_dim, group, element type, P, further define
 # Bytes a thread may spill. 9 to 16 heads are two query tiles, whose output alone takes 64 registers at head_dim 128 and
 # 128 at 256. What is spilled are parities of barriers, used once an item or a row of side entries: the loop over
 # pages has no access to local memory (SASS). One block fewer a multiprocessor would halve the warps that hide latency.
-SPILLS = {("kv4rl", 128, 16): 24, ("bf16", 256, 16): 24}
+SPILLS = {("kv4rl", 128, 16): 24, ("bf16", 256, 16): 24, ("kv8", 256, 16): 24}
 
 
 class Built(Exception):
@@ -141,6 +141,22 @@ def test_a_load_under_a_branch_or_a_use_between_loads_is_found():
     for between in ("@%p1 bra $L1;", "$L1:", "mov.b32 %r1, {%rs1, %rs3};"):
         assert loads_that_wait("\n".join((first, between, second)), together=2) == [between]
     assert loads_that_wait("\n".join((first, "add.s64 %rd2, %rd1, 2;", second, "mov.b32 %r1, {%rs1, %rs2};")), 2) == []
+
+
+def test_the_streaming_warp_takes_tickets_without_waiting_for_them(tmp_path, launched_build):
+    """For atomicAdd the compiler shuffles the answer at once: each item then waited for a round trip to L2."""
+    name, defines = launched_build("kv4rl", 128, 4, torch.bfloat16, "fp16", {})
+    output = tmp_path / "decode.ptx"
+    command = jit.compile_command(nvcc(), jit.sources() / f"{name}.cu", output, defines, "-ptx")
+    command[command.index("-gencode") + 1] = f"arch=compute_{jit.ARCHITECTURE},code=compute_{jit.ARCHITECTURE}"
+    subprocess.run(command, check=True, capture_output=True)
+    words = [line.strip() for line in output.read_text().splitlines()]
+    tickets = [i for i, line in enumerate(words) if line.startswith("@takes atom.relaxed")]
+    assert tickets
+    for at in tickets:
+        answer = re.search(r"%r\d+", words[at])[0]
+        follows = "\n".join(words[at + 1 : at + 12])
+        assert not re.search(rf"shfl[^\n]*{answer}\b", follows), follows
 
 
 def test_device_code_includes_no_torch_header():

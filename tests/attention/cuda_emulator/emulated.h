@@ -54,6 +54,9 @@ inline bool barrier_over(uint32_t barrier, uint32_t parity, uint32_t) {
   if (!barrier_over(barrier, parity)) emulator::machine().yield();
   return barrier_over(barrier, parity);
 }
+inline void take(int* counter, bool takes, int& ticket) {
+  if (takes) ticket = (*counter)++;
+}
 inline void barriers_ready() {}
 inline void await_previous_launch() {}
 inline void let_next_launch_begin() {}
