@@ -27,6 +27,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from kv4rl.config import InputError, TrainConfig, require
+from kv4rl.disk import NotWritten
 
 FORMAT = 2  # of state.json; 2: one collector a rank
 PREFIX, PARTIAL = "update_", ".partial-"
@@ -39,7 +40,7 @@ FREE_FIELDS = (
 )  # fmt: skip
 
 
-class CheckpointNotWritten(OSError):
+class CheckpointNotWritten(NotWritten):
     """A checkpoint could not be written (a full disk); the earlier ones are whole, and the run can go on from them."""
 
 

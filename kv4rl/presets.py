@@ -92,6 +92,10 @@ PRESETS: dict[str, TrainConfig] = {
 }
 
 
+_STOPPING = """The same command resumes a run. `touch OUTPUT_DIR/stop` ends it after the iteration in progress, saved.
+SIGTERM does so too, but torchrun kills its ranks 30 s after it: give torchrun --shutdown-timeout, or use the file."""
+
+
 def preset(name: str) -> TrainConfig:
     """A preset by name; ValueError naming the known ones."""
     require(name in PRESETS, "preset", name, f"one of {', '.join(PRESETS)}")
@@ -105,7 +109,7 @@ def parse_config(arguments: Sequence[str] | None = None, *, program: str = "kv4r
     """
     parser = _Parser(
         prog=f"python -m {program}", usage="%(prog)s [--preset NAME] [--FIELD VALUE ...]   (--help lists the fields)",
-        allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter,
+        description=_STOPPING, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter,
     )  # fmt: skip
     parser.add_argument("--preset", default="mini", choices=tuple(PRESETS), help="the values that flags replace")
     for name, (kind, comment) in _flags(TrainConfig).items():

@@ -1,26 +1,44 @@
-"""SIGTERM, which a job scheduler sends before it takes the machine back: finish the iteration, save, end."""
+"""Two ways to ask a run to end after the iteration in progress, saved: SIGTERM, and a file `stop` in its folder.
+
+A job scheduler sends SIGTERM before it takes the machine back. Under torchrun the signal comes from its agent, which
+kills the ranks 30 seconds later: less than an iteration of a large model. The file has no such limit, and
+`torchrun --shutdown-timeout SECONDS` raises that of the signal (ranks left behind by a crash wait as long, then).
+"""
 
 import signal
 import sys
 import threading
+from pathlib import Path
+
+FILE = "stop"
 
 
 class StopRequest:
-    """`asked` turns true when the process receives SIGTERM inside the `with` block (main thread only)."""
+    """`asked` is true once the process has received SIGTERM inside the `with` block (main thread only), and while
+    `file` is there."""
 
-    def __init__(self):
-        self.asked = False
+    def __init__(self, file: Path | None = None):
+        self._file, self._signalled = file, False
         self._before = None
+
+    @property
+    def asked(self) -> bool:
+        return self._signalled or (self._file is not None and self._file.exists())
+
+    def obeyed(self) -> None:
+        """The run is being saved: the same command must go on, not stop again."""
+        if self._file is not None:
+            self._file.unlink(missing_ok=True)
 
     def __enter__(self) -> "StopRequest":
         if threading.current_thread() is threading.main_thread():
-            self._before = signal.signal(signal.SIGTERM, self._ask)
+            self._before = signal.signal(signal.SIGTERM, self._receive)
         return self
 
     def __exit__(self, *exc) -> None:
         if self._before is not None:
             signal.signal(signal.SIGTERM, self._before)
 
-    def _ask(self, number: int, frame: object) -> None:
-        self.asked = True
+    def _receive(self, number: int, frame: object) -> None:
+        self._signalled = True
         print("SIGTERM: the iteration in progress is finished and saved first", file=sys.stderr, flush=True)

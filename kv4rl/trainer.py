@@ -9,6 +9,7 @@ from transformers import GenerationConfig
 from kv4rl.checkpoint import BackgroundSave, Checkpoint, list_checkpoints, load_checkpoint, settings
 from kv4rl.config import KVConfig, RolloutConfig, TrainConfig, require
 from kv4rl.device import choose_device
+from kv4rl.disk import writing
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.release import gives_back
 from kv4rl.engine.request import Request
@@ -210,8 +211,9 @@ class Trainer:
         directory = Path(self.config.output_dir) / "model"
         decoder = self.engine.decoder if self.replica.communicator is None else self._joined_decoder()
         if self.ranks.leads:
-            save_decoder(decoder, directory, self.tokenizer)
-            GenerationConfig(eos_token_id=list(self.engine.eos_token_ids)).save_pretrained(directory)
+            with writing(directory):
+                save_decoder(decoder, directory, self.tokenizer)
+                GenerationConfig(eos_token_id=list(self.engine.eos_token_ids)).save_pretrained(directory)
         return directory
 
     def _rollout_decoder(self, decoder: Decoder) -> Decoder:
@@ -238,10 +240,11 @@ class Trainer:
     def _write_trace(self, trace: Trace) -> None:
         if not self.replica.leads:
             return
-        directory = Path(self.config.output_dir) / "trace"
-        directory.mkdir(parents=True, exist_ok=True)
         rank = "" if self.ranks.leads else f"-rank{self.ranks.rank}"
-        trace.to_csv(directory / f"{self.update:06d}{rank}.csv")
+        path = Path(self.config.output_dir) / "trace" / f"{self.update:06d}{rank}.csv"
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            trace.to_csv(path)
 
 
 def _share_of_quota(rollout: RolloutConfig, replicas: int) -> RolloutConfig:
