@@ -19,6 +19,4 @@ def writing(path: str | Path) -> Iterator[None]:
     except NotWritten:
         raise
     except (OSError, SafetensorError) as error:  # safetensors wraps a full disk in its own
-        raise NotWritten(
-            f"{path} could not be written ({error}); free or repair its disk, then run it again"
-        ) from error
+        raise NotWritten(f"{path} could not be written ({error}); the same command goes on once it can be") from error

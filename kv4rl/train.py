@@ -1,8 +1,8 @@
 """The phase loop of §3: collect, learn, sync, log, checkpoint. `python -m kv4rl.train --preset mini --updates 20`
 
 Running the same command again resumes: a run killed anywhere continues from its newest checkpoint, and on a CPU its
-weights, metrics and pool are those of the run that was never killed. A file `stop` in the run's folder, or SIGTERM, ends
-it after the iteration in progress, saved (`kv4rl.stop` says which under torchrun).
+weights, metrics and pool are those of the run that was never killed. A file `stop` in the run's folder, or SIGTERM,
+ends it after the iteration in progress, saved (`kv4rl.stop` says which under torchrun).
 """
 
 from collections.abc import Callable
@@ -47,8 +47,8 @@ def train(
     """Train as `config` says, resuming a run that `output_dir` holds; `report` is given a few lines of text.
 
     Raises InputError (a ValueError) for settings or files that do not fit together, before anything is sampled or
-    written; NotWritten, an OSError, for a file that cannot be written. `setup` is entered for that first part only: a command line
-    says there what its user did wrong.
+    written; NotWritten, an OSError, for a file that cannot be written. `setup` is entered for that first part only: a
+    command line says there what its user did wrong.
     """
     with ExitStack() as stack:
         with setup or nullcontext():
