@@ -5,6 +5,7 @@
       optimizer.pt        AdamW's state, loaded with weights_only
       pool.safetensors    the number arrays of `run` below: tokens, log-probs, versions of every response held
       state.json          everything else: configuration, counters, prompt cursor, ages, scores
+      digests.json        of these four: damage is noticed before anything is computed with it
 
 A kill at any point, or a full disk, leaves the previous directory as it was. `only_run` keeps a second process out.
 """
@@ -26,13 +27,18 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from kv4rl.checkpoint_digests import check_digests, write_digests
 from kv4rl.config import InputError, TrainConfig, require
 from kv4rl.disk import NotWritten
 
-FORMAT = 2  # of state.json; 2: one collector a rank
+FORMAT = 3  # 2: one collector a replica; 3: digests
 PREFIX, PARTIAL = "update_", ".partial-"
 ARRAY = "__array__"  # {ARRAY: name} in state.json stands for an array of pool.safetensors
 MIN_ARRAY = 16  # shorter lists of numbers stay in state.json
+# What reading a damaged file raises: json, safetensors and torch each in their own way.
+DAMAGE = (
+    OSError, ValueError, TypeError, KeyError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError,
+)  # fmt: skip
 # A run may go on with other values of these; every other field decides what the updates compute.
 FREE_FIELDS = (
     "updates", "output_dir", "checkpoint_every", "keep_checkpoints",
@@ -171,9 +177,10 @@ def load_checkpoint(path: str | Path, config: TrainConfig) -> Checkpoint:
     """
     path = Path(path)
     try:
-        state = json.loads((path / "state.json").read_text())
+        state = dict(json.loads((path / "state.json").read_text()))
         require(state.get("format") == FORMAT, f"format of {path}", state.get("format"), f"{FORMAT}, this version's")
-        check_settings(state["config"], settings(config), path)
+        check_settings(dict(state["config"]), settings(config), path)
+        check_digests(path)
         return Checkpoint(
             update=state["update"],
             config=state["config"],
@@ -183,7 +190,7 @@ def load_checkpoint(path: str | Path, config: TrainConfig) -> Checkpoint:
         )
     except InputError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+    except DAMAGE as error:
         others = ", ".join(other.name for other in list_checkpoints(path.parent) if other != path)
         raise InputError(
             f"checkpoint={str(path)!r}: expected whole files ({error}); remove it to resume from "
@@ -221,6 +228,7 @@ def _write(directory: Path, checkpoint: Checkpoint) -> None:
     save_file(arrays, directory / "pool.safetensors")
     torch.save(checkpoint.optimizer, directory / "optimizer.pt")
     (directory / "state.json").write_text(json.dumps(state, indent=1))
+    write_digests(directory)
     for path in [*directory.iterdir(), directory]:
         _sync(path)
 

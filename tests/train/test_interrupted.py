@@ -100,6 +100,18 @@ def damage_weights(path):
     (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-9])
 
 
+def damage_a_weight(path):
+    content = bytearray((path / "model.safetensors").read_bytes())
+    content[-9] ^= 64
+    (path / "model.safetensors").write_bytes(content)
+
+
+def lose_a_group_s_order(path):
+    state = json.loads((path / "state.json").read_text())
+    del state["run"]["collectors"][0]["groups"][0]["order"]
+    (path / "state.json").write_text(json.dumps(state))
+
+
 def damage_optimizer(path):
     (path / "optimizer.pt").write_bytes((path / "optimizer.pt").read_bytes()[:99])
 
@@ -111,7 +123,7 @@ def lose_pool(path):
 def test_a_damaged_checkpoint_is_named_and_without_it_the_run_goes_on(whole, tmp_path):
     config = replace(whole, output_dir=str(tmp_path / "damaged"))
     message = r"update_000004': expected whole files .*remove it to resume from update_000003"
-    for damage in (damage_json, damage_weights, damage_optimizer, lose_pool):
+    for damage in (damage_json, damage_weights, damage_a_weight, damage_optimizer, lose_pool, lose_a_group_s_order):
         shutil.copytree(whole.output_dir, config.output_dir, dirs_exist_ok=True)
         damage(checkpoints(config)[-1])
         with pytest.raises(InputError, match=message):
@@ -124,7 +136,7 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_run_goes_on(whole, tmp
 def test_a_checkpoint_of_another_version_is_refused(whole):
     state = checkpoints(whole)[-1] / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"format": 1}))
-    with pytest.raises(InputError, match=r"format of .*update_000004=1: expected 2, this version's"):
+    with pytest.raises(InputError, match=r"format of .*update_000004=1: expected 3, this version's"):
         train(whole)
 
 
