@@ -29,6 +29,7 @@ from safetensors.torch import load_file, save_file
 
 from kv4rl.checkpoint_digests import check_digests, write_digests
 from kv4rl.config import InputError, TrainConfig, require
+from kv4rl.config_file import flatten
 from kv4rl.disk import NotWritten
 
 FORMAT = 3  # 2: one collector a replica; 3: digests
@@ -63,7 +64,7 @@ class Checkpoint:
 
 def settings(config: TrainConfig) -> dict:
     """The fields that decide a run's course, flat, by dotted name, in the form JSON gives them back."""
-    flat = {name: value for name, value in _flatten(asdict(config)) if name not in FREE_FIELDS}
+    flat = {name: value for name, value in flatten(asdict(config)) if name not in FREE_FIELDS}
     return json.loads(json.dumps(flat))
 
 
@@ -255,14 +256,6 @@ def _join(value, arrays: dict[str, torch.Tensor]):
     if isinstance(value, list):
         return [_join(entry, arrays) for entry in value]
     return value
-
-
-def _flatten(tree: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _sync(path: Path) -> None:

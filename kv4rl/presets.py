@@ -10,6 +10,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kv4rl.config import GRPOConfig, RolloutConfig, TrainConfig, require
+from kv4rl.config_file import read_settings
 from kv4rl.tasks.datasets import DAPO
 
 # The paper's runs: every default of config.py is Table A1's value.
@@ -92,35 +93,45 @@ PRESETS: dict[str, TrainConfig] = {
 }
 
 
+DEFAULT = "mini"
 _STOPPING = """The same command resumes a run. `touch OUTPUT_DIR/stop` ends it after the iteration in progress, saved.
 SIGTERM does so too, but torchrun kills its ranks 30 s after it: give torchrun --shutdown-timeout, or use the file."""
 
 
 def preset(name: str) -> TrainConfig:
     """A preset by name; ValueError naming the known ones."""
-    require(name in PRESETS, "preset", name, f"one of {', '.join(PRESETS)}")
+    require(isinstance(name, str) and name in PRESETS, "preset", name, f"one of {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
 def parse_config(arguments: Sequence[str] | None = None, *, program: str = "kv4rl.train") -> TrainConfig:
-    """The configuration a command line asks for: a preset with single fields replaced (`--kv.precision kv8`).
+    """The configuration a command line asks for: a preset, what `--config FILE` says, and flags (`--kv.precision kv8`).
 
     A wrong flag or value ends the program with status 2 and one sentence on what would be right.
     """
     parser = _Parser(
-        prog=f"python -m {program}", usage="%(prog)s [--preset NAME] [--FIELD VALUE ...]   (--help lists the fields)",
-        description=_STOPPING, allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter,
+        prog=f"python -m {program}", description=_STOPPING,
+        usage="%(prog)s [--preset NAME] [--config FILE] [--FIELD VALUE ...]   (--help lists the fields)",
+        allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--preset", default="mini", choices=tuple(PRESETS), help="the values that flags replace")
-    for name, (kind, comment) in _flags(TrainConfig).items():
+    parser.add_argument("--preset", choices=tuple(PRESETS), help=f"values to begin with; default {DEFAULT}")
+    parser.add_argument("--config", metavar="FILE", help="a .toml or .json file of fields, kv, rollout and grpo nested")
+    flags = _flags(TrainConfig)
+    for name, (kind, comment) in flags.items():
         width = {"nargs": 2} if kind is tuple else {}
         parser.add_argument(
             f"--{name}", type=float if kind is tuple else kind, default=argparse.SUPPRESS,
             metavar=name.rpartition(".")[2].upper(), help=comment.replace("%", "%%"), **width,
         )  # fmt: skip
-    values = vars(parser.parse_args(arguments))
+    given = vars(parser.parse_args(arguments))
+    named, file = given.pop("preset"), given.pop("config")
     try:
-        return override(preset(values.pop("preset")), values)
+        values = read_settings(file) if file else {}
+        in_file = values.pop("preset", DEFAULT)
+        for name in values:
+            near = difflib.get_close_matches(name, flags, n=1)
+            require(name in flags, f"a name in {file}", name, f"{near[0]}?" if near else "a field that --help lists")
+        return override(preset(named or in_file), values | given)
     except ValueError as error:
         parser.error(str(error))
 
