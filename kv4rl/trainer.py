@@ -15,7 +15,7 @@ from kv4rl.engine.release import gives_back
 from kv4rl.engine.request import Request
 from kv4rl.engine.sampler import Sampling
 from kv4rl.evaluation.evaluate import EvaluationResult, evaluate
-from kv4rl.grpo.batch_metrics import collection_metrics, max_over_ranks, mean_over_ranks, response_metrics
+from kv4rl.grpo.batch_metrics import collection_metrics, max_over_ranks, over_replicas, response_metrics
 from kv4rl.grpo.host_memory import HostMemory
 from kv4rl.grpo.learner import GRPOLearner
 from kv4rl.grpo.masters import cast_copy, compute_dtype
@@ -131,7 +131,8 @@ class Trainer:
         collectors = checkpoint.run["collectors"]
         require(
             len(collectors) == self.replica.count, "replicas", self.replica.count,
-            f"{len(collectors)}, which made {saved[-1]}: each holds unfinished responses of its own",
+            f"{len(collectors)}, which made {saved[-1]}: each holds unfinished responses of its own. "
+            + self._layouts(len(collectors)),
         )  # fmt: skip
         self.update = checkpoint.update
         self.phases.enter("learn")
@@ -140,6 +141,12 @@ class Trainer:
         self.collector.load_state(collectors[self.replica.number])
         sync(self.learner, self.engine, self.update)
         return True
+
+    def _layouts(self, replicas: int) -> str:
+        """How to start as many replicas: with as large ones, or with as many processes."""
+        split = {self.config.tensor_parallel} | ({self.ranks.size // replicas} - {0})
+        pairs = [f"{replicas * parts} processes (torchrun) with --tensor_parallel {parts}" for parts in sorted(split)]
+        return f"Those are {', or '.join(pairs)}"
 
     def iterate(self) -> dict[str, float | list]:
         """One iteration: collect T groups under the current policy, update it, hand it to the engine."""
@@ -158,7 +165,7 @@ class Trainer:
                 learnt |= sync(self.learner, self.engine, self.update + 1)
         metrics = response_metrics(groups, self.update) | learnt
         collected = collection_metrics(collection.stats, trace.columns(), self.config.rollout.cache_pages)
-        metrics |= mean_over_ranks(self.ranks.gather(collected))
+        metrics |= over_replicas(self._of_replicas([collected]))
         metrics |= max_over_ranks(self.ranks.gather(timers.metrics() | self.phases.metrics()))
         metrics |= self._saving  # of the checkpoint before this update
         self._saving = {}
