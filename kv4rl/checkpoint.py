@@ -43,7 +43,7 @@ DAMAGE = (
 # A run may go on with other values of these; every other field decides what the updates compute.
 FREE_FIELDS = (
     "updates", "output_dir", "checkpoint_every", "keep_checkpoints",
-    "evaluate_every", "evaluate_prompts", "evaluate_samples", "memory", "tensor_parallel",
+    "evaluate_every", "evaluate_prompts", "evaluate_samples", "evaluate_sets", "memory", "tensor_parallel",
 )  # fmt: skip
 
 

@@ -11,7 +11,11 @@ from dataclasses import replace
 
 from kv4rl.config import GRPOConfig, RolloutConfig, TrainConfig, require
 from kv4rl.config_file import read_settings
+from kv4rl.paper import EVALUATION_TASKS
 from kv4rl.tasks.datasets import DAPO
+
+# The sets of Table A2 that are evaluated during training too.
+PERIODIC = tuple(name for name, (_, _, periodic, _) in EVALUATION_TASKS.items() if periodic)
 
 # The paper's runs: every default of config.py is Table A1's value.
 _QWEN3_4B = TrainConfig(
@@ -20,9 +24,10 @@ _QWEN3_4B = TrainConfig(
     output_dir="runs/qwen3_4b",
     updates=600,
     evaluate_every=50,
+    evaluate_sets=PERIODIC,
     tensor_parallel=2,
     memory="phased",
-    rollout=RolloutConfig(cache_pages=83022),  # pages per GPU of the 4B pool (Fig. 2)
+    rollout=RolloutConfig(cache_pages=0),  # what the memory leaves in the precision's format (§A.2, §B.6)
 )
 
 # Our model on two CPU cores; the learning rate suits its 2.4M parameters.
@@ -88,7 +93,6 @@ PRESETS: dict[str, TrainConfig] = {
         model="Qwen/Qwen3-8B-Base",
         output_dir="runs/qwen3_8b",
         updates=400,
-        rollout=RolloutConfig(cache_pages=79639),
     ),
 }
 
@@ -118,10 +122,11 @@ def parse_config(arguments: Sequence[str] | None = None, *, program: str = "kv4r
     parser.add_argument("--config", metavar="FILE", help="a .toml or .json file of fields, kv, rollout and grpo nested")
     flags = _flags(TrainConfig)
     for name, (kind, comment) in flags.items():
-        width = {"nargs": 2} if kind is tuple else {}
+        kind, *more = typing.get_args(kind) or (kind,)
+        width = {"nargs": "*" if more == [...] else 1 + len(more)} if more else {}
         parser.add_argument(
-            f"--{name}", type=float if kind is tuple else kind, default=argparse.SUPPRESS,
-            metavar=name.rpartition(".")[2].upper(), help=comment.replace("%", "%%"), **width,
+            f"--{name}", type=kind, default=argparse.SUPPRESS, metavar=name.rpartition(".")[2].upper(),
+            help=comment.replace("%", "%%"), **width,
         )  # fmt: skip
     given = vars(parser.parse_args(arguments))
     named, file = given.pop("preset"), given.pop("config")
@@ -173,5 +178,5 @@ def _flags(cls: type, prefix: str = "") -> dict[str, tuple[type, str]]:
         if dataclasses.is_dataclass(kind):
             flags |= _flags(kind, f"{prefix}{field.name}.")
         else:
-            flags[prefix + field.name] = (typing.get_origin(kind) or kind, comments.get(field.name, ""))
+            flags[prefix + field.name] = (kind, comments.get(field.name, ""))
     return flags

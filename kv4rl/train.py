@@ -114,7 +114,8 @@ def _loop(trainer: Trainer, write: Write) -> None:
 def _opening(trainer: Trainer, resumed: bool) -> str:
     size = sum(parameter.numel() for parameter in trainer.learner.weights.parameters()) / 1e6
     where = f"resuming after update {trainer.update}" if resumed else "starting"
-    note = "" if trainer.evaluation_prompts else f"; no evaluation: no {evaluation_file(trainer.config.tasks)}"
+    nothing = f"; no evaluation: no --evaluate_sets, no {evaluation_file(trainer.config.tasks)}"
+    note = "" if trainer.question_sets else nothing
     config = trainer.config
     return (
         f"{config.model} ({size:.1f}M parameters) on {trainer.device}, {config.kv.precision} rollout, "
@@ -140,9 +141,11 @@ def main(arguments: list[str] | None = None) -> None:
     program, config = "kv4rl.train", parse_config(arguments)
     with one_sentence(program, kinds=(NotWritten,), status=1):
         result = train(config, report=print, setup=one_sentence(program))
-    for line in (result.metrics[0], result.metrics[-1]):
-        if "val/avg_at_k" in line and result.leads:
-            print(f"update {line['update']}: avg@k {line['val/avg_at_k']:.3f}, pass@k {line['val/pass_at_k']:.3f}")
+    for line in (result.metrics[0], result.metrics[-1]) if result.leads else ():
+        for name in [name for name in line if name.endswith("/avg_at_k")]:
+            questions = name.removeprefix("val/").removesuffix("avg_at_k").replace("/", " ")
+            passed = line[name.replace("avg_at_k", "pass_at_k")]
+            print(f"update {line['update']}: {questions}avg@k {line[name]:.3f}, pass@k {passed:.3f}")
 
 
 if __name__ == "__main__":

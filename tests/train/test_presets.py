@@ -18,10 +18,12 @@ def test_the_papers_presets_hold_table_a1(name):
     assert g.kl_coefficient == 0.001
     assert config.kv == KVConfig("kv4rl", sink_tokens=16, recent_tokens=128)
     assert (config.tensor_parallel, config.memory) == (2, "phased")
+    assert config.evaluate_sets == ("math500", "aime24", "aime25")  # Table A2, "periodic"
 
 
 def test_pages_and_length_of_the_papers_runs():
-    assert (preset("qwen3_4b").rollout.cache_pages, preset("qwen3_8b").rollout.cache_pages) == (83022, 79639)
+    """§B.6: each configuration keeps the pool that its precision's pages fill."""
+    assert preset("qwen3_4b").rollout.cache_pages == preset("qwen3_8b").rollout.cache_pages == 0
     assert (preset("qwen3_4b").updates, preset("qwen3_8b").updates) == (600, 400)
 
 
@@ -117,6 +119,11 @@ def test_a_wrong_flag_or_value_says_what_would_be_right(arguments, sentence, cap
         parse_config(arguments.split())
     assert ending.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_sets_to_evaluate_are_any_number_of_words():
+    assert parse_config("--preset qwen3_4b --evaluate_sets".split()).evaluate_sets == ()
+    assert parse_config("--evaluate_sets math500 aime24=a.jsonl".split()).evaluate_sets == ("math500", "aime24=a.jsonl")
 
 
 def test_help_shows_each_field_with_its_row_of_table_a1(capsys):
