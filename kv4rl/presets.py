@@ -99,7 +99,7 @@ PRESETS: dict[str, TrainConfig] = {
 
 DEFAULT = "mini"
 _STOPPING = """The same command resumes a run. `touch OUTPUT_DIR/stop` ends it after the iteration in progress, saved.
-SIGTERM does so too, but torchrun kills its ranks 30 s after it: give torchrun --shutdown-timeout, or use the file."""
+SIGTERM does so too, but torchrun kills its ranks 30 s after it (torch 2.13's has --shutdown-timeout): use the file."""
 
 
 def preset(name: str) -> TrainConfig:

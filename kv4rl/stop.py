@@ -1,21 +1,29 @@
 """Two ways to ask a run to end after the iteration in progress, saved: SIGTERM, and a file `stop` in its folder.
 
 A job scheduler sends SIGTERM before it takes the machine back. Under torchrun the signal comes from its agent, which
-kills the ranks 30 seconds later: less than an iteration of a large model. The file has no such limit, and
-`torchrun --shutdown-timeout SECONDS` raises that of the signal (ranks left behind by a crash wait as long, then).
+kills the ranks 30 seconds later: less than an iteration of a large model. The file has no such limit. (The torchrun of
+torch 2.13 raises its own with --shutdown-timeout SECONDS; ranks that a crash leaves behind wait as long, then.) A
+Slurm script asks half an hour before its end:
+
+    #SBATCH --signal=B:USR1@1800
+    trap 'touch "$OUT/stop"' USR1
+    srun torchrun ... -m kv4rl.train ... --output_dir "$OUT" &
+    wait  # the signal ends this one
+    wait
 """
 
+import os
 import signal
 import sys
 import threading
 from pathlib import Path
 
 FILE = "stop"
+TORCHRUN = "TORCHELASTIC_RUN_ID"  # set in the ranks that torchrun started
 
 
 class StopRequest:
-    """`asked` is true once the process has received SIGTERM inside the `with` block (main thread only), and while
-    `file` is there."""
+    """`asked` is true after a SIGTERM inside the `with` block (main thread only), and while `file` is there."""
 
     def __init__(self, file: Path | None = None):
         self._file, self._signalled = file, False
@@ -41,4 +49,5 @@ class StopRequest:
 
     def _receive(self, number: int, frame: object) -> None:
         self._signalled = True
-        print("SIGTERM: the iteration in progress is finished and saved first", file=sys.stderr, flush=True)
+        hurry = "; torchrun kills it if that takes long: the file `stop` has no limit" if TORCHRUN in os.environ else ""
+        print(f"SIGTERM: the iteration in progress is finished and saved first{hurry}", file=sys.stderr, flush=True)
