@@ -5,6 +5,7 @@
       optimizer.pt        AdamW's state, loaded with weights_only
       pool.safetensors    the number arrays of `run` below: tokens, log-probs, versions of every response held
       state.json          everything else: configuration, counters, prompt cursor, ages, scores
+      digests.json        of these four: damage is noticed before anything is computed with it
 
 A kill at any point, or a full disk, leaves the previous directory as it was. `only_run` keeps a second process out.
 """
@@ -26,20 +27,27 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
+from kv4rl.checkpoint_digests import check_digests, write_digests
 from kv4rl.config import InputError, TrainConfig, require
+from kv4rl.config_file import flatten
+from kv4rl.disk import NotWritten
 
-FORMAT = 2  # of state.json; 2: one collector a rank
+FORMAT = 3  # 2: one collector a replica; 3: digests
 PREFIX, PARTIAL = "update_", ".partial-"
 ARRAY = "__array__"  # {ARRAY: name} in state.json stands for an array of pool.safetensors
 MIN_ARRAY = 16  # shorter lists of numbers stay in state.json
+# What reading a damaged file raises: json, safetensors and torch each in their own way.
+DAMAGE = (
+    OSError, ValueError, TypeError, KeyError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError,
+)  # fmt: skip
 # A run may go on with other values of these; every other field decides what the updates compute.
 FREE_FIELDS = (
     "updates", "output_dir", "checkpoint_every", "keep_checkpoints",
-    "evaluate_every", "evaluate_prompts", "evaluate_samples", "memory", "tensor_parallel",
+    "evaluate_every", "evaluate_prompts", "evaluate_samples", "evaluate_sets", "memory", "tensor_parallel",
 )  # fmt: skip
 
 
-class CheckpointNotWritten(OSError):
+class CheckpointNotWritten(NotWritten):
     """A checkpoint could not be written (a full disk); the earlier ones are whole, and the run can go on from them."""
 
 
@@ -56,7 +64,7 @@ class Checkpoint:
 
 def settings(config: TrainConfig) -> dict:
     """The fields that decide a run's course, flat, by dotted name, in the form JSON gives them back."""
-    flat = {name: value for name, value in _flatten(asdict(config)) if name not in FREE_FIELDS}
+    flat = {name: value for name, value in flatten(asdict(config)) if name not in FREE_FIELDS}
     return json.loads(json.dumps(flat))
 
 
@@ -170,9 +178,10 @@ def load_checkpoint(path: str | Path, config: TrainConfig) -> Checkpoint:
     """
     path = Path(path)
     try:
-        state = json.loads((path / "state.json").read_text())
+        state = dict(json.loads((path / "state.json").read_text()))
         require(state.get("format") == FORMAT, f"format of {path}", state.get("format"), f"{FORMAT}, this version's")
-        check_settings(state["config"], settings(config), path)
+        check_settings(dict(state["config"]), settings(config), path)
+        check_digests(path)
         return Checkpoint(
             update=state["update"],
             config=state["config"],
@@ -182,7 +191,7 @@ def load_checkpoint(path: str | Path, config: TrainConfig) -> Checkpoint:
         )
     except InputError:
         raise
-    except (OSError, ValueError, KeyError, RuntimeError, EOFError, SafetensorError, pickle.UnpicklingError) as error:
+    except DAMAGE as error:
         others = ", ".join(other.name for other in list_checkpoints(path.parent) if other != path)
         raise InputError(
             f"checkpoint={str(path)!r}: expected whole files ({error}); remove it to resume from "
@@ -220,6 +229,7 @@ def _write(directory: Path, checkpoint: Checkpoint) -> None:
     save_file(arrays, directory / "pool.safetensors")
     torch.save(checkpoint.optimizer, directory / "optimizer.pt")
     (directory / "state.json").write_text(json.dumps(state, indent=1))
+    write_digests(directory)
     for path in [*directory.iterdir(), directory]:
         _sync(path)
 
@@ -246,14 +256,6 @@ def _join(value, arrays: dict[str, torch.Tensor]):
     if isinstance(value, list):
         return [_join(entry, arrays) for entry in value]
     return value
-
-
-def _flatten(tree: dict, prefix: str = "") -> Iterator[tuple[str, object]]:
-    for name, value in tree.items():
-        if isinstance(value, dict):
-            yield from _flatten(value, f"{prefix}{name}.")
-        else:
-            yield prefix + name, value
 
 
 def _sync(path: Path) -> None:

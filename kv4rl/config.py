@@ -88,7 +88,7 @@ class RolloutConfig:
     max_active_requests: int = 1024  # request slots per replica (Table A1)
     step_tokens: int = 8192  # token budget of one engine step, decode first, prefill chunks in what is left
     workspace_tokens: int = 32768  # unquantised K/V kept for requests whose prefill is under way
-    cache_pages: int = 4096  # pages of 16 tokens per replica
+    cache_pages: int = 4096  # pages of 16 tokens per replica; training on GPUs: 0 is what the memory leaves (§A.2)
     temperature: float = 1.0  # "Sampling temperature / top-p", Table A1; training asserts 1.0
     top_p: float = 1.0
     top_k: int = 0  # 0: off
@@ -98,8 +98,9 @@ class RolloutConfig:
         require(self.collector in ("partial", "sync"), "collector", self.collector, "partial or sync")
         for name in ("groups_per_update", "responses_per_group", "age_limit", "max_prompt_tokens"):
             require_integer(getattr(self, name), name, 1)
-        for name in ("max_response_tokens", "max_active_requests", "step_tokens", "workspace_tokens", "cache_pages"):
+        for name in ("max_response_tokens", "max_active_requests", "step_tokens", "workspace_tokens"):
             require_integer(getattr(self, name), name, 1)
+        require_integer(self.cache_pages, "cache_pages", 0)
         negative = isinstance(self.oversubscription, int | float) and self.oversubscription < 0
         holds = f"a number >= 0: the pool, T (1 + oversubscription), must hold the quota, T={self.groups_per_update}"
         require(not negative, "oversubscription", self.oversubscription, holds)
@@ -166,6 +167,7 @@ class TrainConfig:
     evaluate_every: int = 0  # updates between evaluations; 0: only at the start and the end
     evaluate_prompts: int = 64
     evaluate_samples: int = 8  # k of avg@k and pass@k
+    evaluate_sets: tuple[str, ...] = ()  # sets of Table A2 too, with its k: NAME (from the hub), NAME=FILE, FILE
     evaluate_temperature: float = 0.6  # Table A2
     evaluate_top_p: float = 0.95  # Table A2
     checkpoint_every: int = 1
@@ -181,6 +183,10 @@ class TrainConfig:
         counts = ("updates", "evaluate_prompts", "evaluate_samples", "checkpoint_every", "keep_checkpoints")
         for name in (*counts, "tensor_parallel"):
             require_integer(getattr(self, name), name, 1)
+        sets = isinstance(self.evaluate_sets, tuple) and all(
+            isinstance(name, str) and name for name in self.evaluate_sets
+        )
+        require(sets, "evaluate_sets", self.evaluate_sets, "names of sets, NAME=FILE, or files")
         require(self.memory in ("resident", "phased"), "memory", self.memory, "resident or phased")
         for name in ("evaluate_every", "seed"):
             require_integer(getattr(self, name), name, 0)

@@ -11,6 +11,9 @@ from pathlib import Path
 import torch
 from torch.utils.tensorboard import SummaryWriter
 
+from kv4rl.config import InputError
+from kv4rl.disk import writing
+
 FILE = "metrics.jsonl"
 WALL_CLOCK = ("timing_s/", "perf/")  # the only metrics that two runs of one command may differ in
 
@@ -56,18 +59,25 @@ class MetricsWriter:
         self._events = SummaryWriter(str(directory / "tensorboard"), purge_step=purge)
 
     def write(self, update: int, metrics: Mapping[str, float | list]) -> None:
-        """One line, durable when this returns. Lists (histograms) go to the file only; NaN and infinity become null."""
-        self._file.write(_encode({"update": update, **metrics}))
-        self._file.flush()
-        os.fsync(self._file.fileno())
-        for name, value in metrics.items():
-            if not isinstance(value, list):
-                self._events.add_scalar(name, value, update)
-        self._events.flush()
+        """One line, durable when this returns. Lists (histograms) go to the file only; NaN and infinity become null.
+
+        Raises NotWritten, naming the file, when it cannot.
+        """
+        with writing(self._file.name):
+            self._file.write(_encode({"update": update, **metrics}))
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        with writing(self._events.log_dir):
+            for name, value in metrics.items():
+                if not isinstance(value, list):
+                    self._events.add_scalar(name, value, update)
+            self._events.flush()
 
     def close(self) -> None:
-        self._file.close()
-        self._events.close()
+        with writing(self._file.name):
+            self._file.close()
+        with writing(self._events.log_dir):
+            self._events.close()
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -77,7 +87,10 @@ class MetricsWriter:
 
 
 def read_metrics(directory: str | Path) -> list[dict]:
-    """The lines of a run, in update order; an unfinished last line is left out. Empty without a file."""
+    """The lines of a run, in update order; an unfinished last line is left out. Empty without a file.
+
+    Raises InputError, naming file and line, for a damaged one.
+    """
     return list(_whole_lines(Path(directory) / FILE))
 
 
@@ -93,10 +106,21 @@ def summary(name: str, values: torch.Tensor) -> dict[str, float]:
 
 
 def _whole_lines(path: Path) -> Iterator[dict]:
-    if path.exists():
-        for line in path.read_text().splitlines(keepends=True):
-            if line.endswith("\n"):
-                yield json.loads(line)
+    """The updates of a file; `InputError`, naming file and line, for a line that is none."""
+    content = path.read_bytes() if path.exists() else b""
+    for number, line in enumerate(content.split(b"\n")[:-1], start=1):
+        try:
+            entry = json.loads(line)
+        except ValueError as error:
+            raise _damaged(path, number, line) from error
+        if not isinstance(entry, dict) or type(entry.get("update")) is not int:
+            raise _damaged(path, number, line)
+        yield entry
+
+
+def _damaged(path: Path, number: int, line: bytes) -> InputError:
+    shown = line[:60].decode("utf-8", "replace")
+    return InputError(f"{path}:{number}={shown!r}: expected an update's metrics; delete the line to go on without it")
 
 
 def _encode(line: Mapping) -> str:

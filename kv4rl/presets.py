@@ -10,7 +10,12 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from kv4rl.config import GRPOConfig, RolloutConfig, TrainConfig, require
+from kv4rl.config_file import read_settings
+from kv4rl.paper import EVALUATION_TASKS
 from kv4rl.tasks.datasets import DAPO
+
+# The sets of Table A2 that are evaluated during training too.
+PERIODIC = tuple(name for name, (_, _, periodic, _) in EVALUATION_TASKS.items() if periodic)
 
 # The paper's runs: every default of config.py is Table A1's value.
 _QWEN3_4B = TrainConfig(
@@ -19,9 +24,10 @@ _QWEN3_4B = TrainConfig(
     output_dir="runs/qwen3_4b",
     updates=600,
     evaluate_every=50,
+    evaluate_sets=PERIODIC,
     tensor_parallel=2,
     memory="phased",
-    rollout=RolloutConfig(cache_pages=83022),  # pages per GPU of the 4B pool (Fig. 2)
+    rollout=RolloutConfig(cache_pages=0),  # what the memory leaves in the precision's format (§A.2, §B.6)
 )
 
 # Our model on two CPU cores; the learning rate suits its 2.4M parameters.
@@ -87,36 +93,50 @@ PRESETS: dict[str, TrainConfig] = {
         model="Qwen/Qwen3-8B-Base",
         output_dir="runs/qwen3_8b",
         updates=400,
-        rollout=RolloutConfig(cache_pages=79639),
     ),
 }
 
 
+DEFAULT = "mini"
+_STOPPING = """The same command resumes a run. `touch OUTPUT_DIR/stop` ends it after the iteration in progress, saved.
+SIGTERM does so too, but torchrun kills its ranks 30 s after it (torch 2.13's has --shutdown-timeout): use the file."""
+
+
 def preset(name: str) -> TrainConfig:
     """A preset by name; ValueError naming the known ones."""
-    require(name in PRESETS, "preset", name, f"one of {', '.join(PRESETS)}")
+    require(isinstance(name, str) and name in PRESETS, "preset", name, f"one of {', '.join(PRESETS)}")
     return PRESETS[name]
 
 
 def parse_config(arguments: Sequence[str] | None = None, *, program: str = "kv4rl.train") -> TrainConfig:
-    """The configuration a command line asks for: a preset with single fields replaced (`--kv.precision kv8`).
+    """The configuration a command line asks for: a preset, what `--config FILE` says, and flags (`--kv.precision kv8`).
 
     A wrong flag or value ends the program with status 2 and one sentence on what would be right.
     """
     parser = _Parser(
-        prog=f"python -m {program}", usage="%(prog)s [--preset NAME] [--FIELD VALUE ...]   (--help lists the fields)",
+        prog=f"python -m {program}", description=_STOPPING,
+        usage="%(prog)s [--preset NAME] [--config FILE] [--FIELD VALUE ...]   (--help lists the fields)",
         allow_abbrev=False, formatter_class=argparse.RawTextHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("--preset", default="mini", choices=tuple(PRESETS), help="the values that flags replace")
-    for name, (kind, comment) in _flags(TrainConfig).items():
-        width = {"nargs": 2} if kind is tuple else {}
+    parser.add_argument("--preset", choices=tuple(PRESETS), help=f"values to begin with; default {DEFAULT}")
+    parser.add_argument("--config", metavar="FILE", help="a .toml or .json file of fields, kv, rollout and grpo nested")
+    flags = _flags(TrainConfig)
+    for name, (kind, comment) in flags.items():
+        kind, *more = typing.get_args(kind) or (kind,)
+        width = {"nargs": "*" if more == [...] else 1 + len(more)} if more else {}
         parser.add_argument(
-            f"--{name}", type=float if kind is tuple else kind, default=argparse.SUPPRESS,
-            metavar=name.rpartition(".")[2].upper(), help=comment.replace("%", "%%"), **width,
+            f"--{name}", type=kind, default=argparse.SUPPRESS, metavar=name.rpartition(".")[2].upper(),
+            help=comment.replace("%", "%%"), **width,
         )  # fmt: skip
-    values = vars(parser.parse_args(arguments))
+    given = vars(parser.parse_args(arguments))
+    named, file = given.pop("preset"), given.pop("config")
     try:
-        return override(preset(values.pop("preset")), values)
+        values = read_settings(file) if file else {}
+        in_file = values.pop("preset", DEFAULT)
+        for name in values:
+            near = difflib.get_close_matches(name, flags, n=1)
+            require(name in flags, f"a name in {file}", name, f"{near[0]}?" if near else "a field that --help lists")
+        return override(preset(named or in_file), values | given)
     except ValueError as error:
         parser.error(str(error))
 
@@ -158,5 +178,5 @@ def _flags(cls: type, prefix: str = "") -> dict[str, tuple[type, str]]:
         if dataclasses.is_dataclass(kind):
             flags |= _flags(kind, f"{prefix}{field.name}.")
         else:
-            flags[prefix + field.name] = (typing.get_origin(kind) or kind, comments.get(field.name, ""))
+            flags[prefix + field.name] = (kind, comments.get(field.name, ""))
     return flags

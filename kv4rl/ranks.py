@@ -47,7 +47,9 @@ class Ranks:
         Raises ValueError unless the ranks make whole replicas.
         """
         whole = self.size % tensor_parallel == 0
-        require(whole, "tensor_parallel", tensor_parallel, f"a divisor of {self.size}, the number of ranks")
+        start = f"`torchrun --nproc-per-node {tensor_parallel} -m kv4rl.train ...` starts one replica of so many"
+        expected = f"a divisor of {self.size}, the number of ranks; {start}"
+        require(whole, "tensor_parallel", tensor_parallel, expected)
         number, count, communicator = self.rank // tensor_parallel, self.size // tensor_parallel, None
         if tensor_parallel > 1:
             communicator = make_communicator(init_mesh(tensor_parallel, self.device.type))

@@ -103,7 +103,9 @@ def run_all(runs: Sequence[Run], jobs: int) -> list[str]:
             run, status = running[future], future.result()
             if status or not run.rows.exists():
                 failures.append(_failure(run, status))
-            said = failures[-1] if status else result_line(run)
+                said = failures[-1]
+            else:
+                said = result_line(run)
             print(f"{done}/{len(waiting)} after {time.perf_counter() - started:.0f} s: {said}", flush=True)
     return failures
 
@@ -116,8 +118,10 @@ def result_line(run: Run) -> str:
 
 
 def _failure(run: Run, status: int) -> str:
-    last = " / ".join(run.log.read_text(errors="replace").strip().splitlines()[-LAST_WORDS:])
-    return f"{run.name} failed with status {status}: {last} (all of it in {run.log})"
+    how = f"with status {status}" if status else "without its rows, though with status 0"
+    log = run.log.read_text(errors="replace") if run.log.exists() else "no log"
+    last = " / ".join(log.strip().splitlines()[-LAST_WORDS:])
+    return f"{run.name} failed {how}: {last} (all of it in {run.log})"
 
 
 def parse(arguments: Sequence[str]) -> tuple[argparse.Namespace, list[str]]:

@@ -1,7 +1,8 @@
 """The phase loop of §3: collect, learn, sync, log, checkpoint. `python -m kv4rl.train --preset mini --updates 20`
 
 Running the same command again resumes: a run killed anywhere continues from its newest checkpoint, and on a CPU its
-weights, metrics and pool are those of the run that was never killed.
+weights, metrics and pool are those of the run that was never killed. A file `stop` in the run's folder, or SIGTERM,
+ends it after the iteration in progress, saved (`kv4rl.stop` says which under torchrun).
 """
 
 from collections.abc import Callable
@@ -11,13 +12,15 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from kv4rl.checkpoint import CheckpointNotWritten, only_run
+from kv4rl.checkpoint import only_run
 from kv4rl.cli import one_sentence
 from kv4rl.config import TrainConfig
+from kv4rl.disk import NotWritten, writing
 from kv4rl.metrics import MetricsWriter, read_metrics
 from kv4rl.presets import parse_config
 from kv4rl.ranks import connect
 from kv4rl.rewards.grader import Grader
+from kv4rl.stop import FILE as STOP
 from kv4rl.stop import StopRequest
 from kv4rl.tasks.datasets import evaluation_file
 from kv4rl.trainer import Trainer
@@ -33,7 +36,7 @@ class TrainResult:
 
     output_dir: Path
     model_dir: Path  # the trained policy, as transformers and `load_decoder` read it
-    updates: int  # made so far; fewer than asked for after SIGTERM
+    updates: int  # made so far; fewer than asked for if it was stopped
     metrics: list[dict]  # the lines of metrics.jsonl; line 0 is the evaluation before the first update
     leads: bool = True  # of several ranks the one that reports
 
@@ -44,8 +47,8 @@ def train(
     """Train as `config` says, resuming a run that `output_dir` holds; `report` is given a few lines of text.
 
     Raises InputError (a ValueError) for settings or files that do not fit together, before anything is sampled or
-    written; OSError when a checkpoint cannot be written. `setup` is entered for that first part only: a command line
-    says there what its user did wrong.
+    written; NotWritten, an OSError, for a file that cannot be written. `setup` is entered for that first part only: a
+    command line says there what its user did wrong.
     """
     with ExitStack() as stack:
         with setup or nullcontext():
@@ -55,6 +58,7 @@ def train(
             trainer = Trainer(config, grader, ranks)
             if ranks.leads:
                 stack.enter_context(only_run(config.output_dir))
+                _stop_file(config).unlink(missing_ok=True)  # meant for a process that is gone
             resumed = trainer.resume()
             write = _writer(trainer, resumed, stack)
         report(_opening(trainer, resumed))
@@ -80,11 +84,15 @@ def _writer(trainer: Trainer, resumed: bool, stack: ExitStack) -> Write:
     return stack.enter_context(MetricsWriter(trainer.config.output_dir, resumed_update=after)).write
 
 
+def _stop_file(config: TrainConfig) -> Path:
+    return Path(config.output_dir) / STOP
+
+
 def _loop(trainer: Trainer, write: Write) -> None:
-    """Iterate until the last update, or until a rank has received SIGTERM: then the run is saved and can resume."""
+    """Iterate until the last update, or until the run is asked to stop (`kv4rl.stop`): then it is saved and resumes."""
     config, silent = trainer.config, None if trainer.ranks.leads else True
     bar = tqdm(total=config.updates, initial=trainer.update, desc=config.kv.precision, unit="update", disable=silent)
-    with bar, StopRequest() as stop:
+    with bar, StopRequest(_stop_file(config) if trainer.ranks.leads else None) as stop:
         while trainer.update < config.updates:
             metrics = trainer.iterate()
             stopped = any(trainer.ranks.gather(stop.asked))
@@ -95,6 +103,7 @@ def _loop(trainer: Trainer, write: Write) -> None:
             if last or stopped or trainer.update % config.checkpoint_every == 0:
                 trainer.start_save()
             if stopped:
+                stop.obeyed()
                 break
             bar.set_postfix(
                 reward=f"{metrics['critic/score/mean']:.3f}", tokens=f"{metrics['response_length/mean']:.0f}"
@@ -105,7 +114,8 @@ def _loop(trainer: Trainer, write: Write) -> None:
 def _opening(trainer: Trainer, resumed: bool) -> str:
     size = sum(parameter.numel() for parameter in trainer.learner.weights.parameters()) / 1e6
     where = f"resuming after update {trainer.update}" if resumed else "starting"
-    note = "" if trainer.evaluation_prompts else f"; no evaluation: no {evaluation_file(trainer.config.tasks)}"
+    nothing = f"; no evaluation: no --evaluate_sets, no {evaluation_file(trainer.config.tasks)}"
+    note = "" if trainer.question_sets else nothing
     config = trainer.config
     return (
         f"{config.model} ({size:.1f}M parameters) on {trainer.device}, {config.kv.precision} rollout, "
@@ -119,7 +129,8 @@ def _report_left_out(trainer: Trainer, report: Report) -> None:
     if not lines:
         return
     file = Path(trainer.config.output_dir) / "left_out.txt"
-    file.write_text("\n".join(lines) + "\n", encoding="utf-8")
+    with writing(file):
+        file.write_text("\n".join(lines) + "\n", encoding="utf-8")
     report(f"{len(lines)} task lines are left out, for the grader could not use their answers (all of them in {file}):")
     for line in lines[:NAMED]:
         report(f"  {line}")
@@ -128,11 +139,13 @@ def _report_left_out(trainer: Trainer, report: Report) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """The command line: fields of `TrainConfig` as flags over a preset."""
     program, config = "kv4rl.train", parse_config(arguments)
-    with one_sentence(program, kinds=(CheckpointNotWritten,), status=1):
+    with one_sentence(program, kinds=(NotWritten,), status=1):
         result = train(config, report=print, setup=one_sentence(program))
-    for line in (result.metrics[0], result.metrics[-1]):
-        if "val/avg_at_k" in line and result.leads:
-            print(f"update {line['update']}: avg@k {line['val/avg_at_k']:.3f}, pass@k {line['val/pass_at_k']:.3f}")
+    for line in (result.metrics[0], result.metrics[-1]) if result.leads else ():
+        for name in [name for name in line if name.endswith("/avg_at_k")]:
+            questions = name.removeprefix("val/").removesuffix("avg_at_k").replace("/", " ")
+            passed = line[name.replace("avg_at_k", "pass_at_k")]
+            print(f"update {line['update']}: {questions}avg@k {line[name]:.3f}, pass@k {passed:.3f}")
 
 
 if __name__ == "__main__":

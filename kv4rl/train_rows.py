@@ -22,6 +22,7 @@ import torch
 from kv4rl.cli import one_sentence
 from kv4rl.config import KVConfig, TrainConfig, require
 from kv4rl.device import choose_device
+from kv4rl.disk import NotWritten
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.evaluation.evaluate import evaluate
 from kv4rl.model.weights import eos_token_ids, load_decoder, load_tokenizer, resolve
@@ -169,7 +170,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     if only_start:
         path = write_rows(options.out, [start_row(config, judge(model, config), command=command)])
     else:
-        result = train(config, report=print, setup=one_sentence(program))
+        with one_sentence(program, kinds=(NotWritten,), status=1):
+            result = train(config, report=print, setup=one_sentence(program))
         lines = [line for line in result.metrics if line["update"] > 0]
         before = None if options.without_start else judge(model, config)
         given = {"before": before, "command": command, "file": options.out}

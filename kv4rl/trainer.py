@@ -1,5 +1,6 @@
 """One iteration of §3 and what it takes: collect, learn, sync; evaluate, save, resume."""
 
+import os
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,16 +10,19 @@ from transformers import GenerationConfig
 from kv4rl.checkpoint import BackgroundSave, Checkpoint, list_checkpoints, load_checkpoint, settings
 from kv4rl.config import KVConfig, RolloutConfig, TrainConfig, require
 from kv4rl.device import choose_device
+from kv4rl.disk import writing
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.release import gives_back
 from kv4rl.engine.request import Request
 from kv4rl.engine.sampler import Sampling
 from kv4rl.evaluation.evaluate import EvaluationResult, evaluate
-from kv4rl.grpo.batch_metrics import collection_metrics, max_over_ranks, mean_over_ranks, response_metrics
+from kv4rl.evaluation.periodic import QuestionSet, question_sets
+from kv4rl.grpo.batch_metrics import collection_metrics, max_over_ranks, over_replicas, response_metrics
+from kv4rl.grpo.host_limit import available_bytes
 from kv4rl.grpo.host_memory import HostMemory
 from kv4rl.grpo.learner import GRPOLearner
 from kv4rl.grpo.masters import cast_copy, compute_dtype
-from kv4rl.grpo.memory import plan_run
+from kv4rl.grpo.memory import Machine, plan_run, pool_pages
 from kv4rl.grpo.weight_sync import checksum, sync
 from kv4rl.metrics import Timers
 from kv4rl.model.decoder import Decoder
@@ -27,13 +31,12 @@ from kv4rl.model.weights import eos_token_ids, load_config, load_decoder, load_t
 from kv4rl.phases import PhaseController
 from kv4rl.ranks import Ranks
 from kv4rl.rewards.grader import Grader
-from kv4rl.rollout.group import Prompt, PromptGroup, PromptStream
+from kv4rl.rollout.group import PromptGroup, PromptStream
 from kv4rl.rollout.partial import PartialCollector
 from kv4rl.rollout.share import SharedStream
 from kv4rl.rollout.sync import SyncCollector
 from kv4rl.rollout.trace import Trace
-from kv4rl.tasks.datasets import held_out_stream, open_stream
-from kv4rl.tasks.stream import LeftOut, take
+from kv4rl.tasks.datasets import open_stream
 
 
 class Scoring:
@@ -78,12 +81,12 @@ class Trainer:
         self._saving: dict[str, float] = {}  # seconds that the latest checkpoint took from the run
         self.update = 0  # updates made so far: equals the engine's policy_version
         self.tokenizer = load_tokenizer(config.model)
+        rollout = self._within_memory(rollout)
         limit = config.rollout.max_prompt_tokens
         # Tasks before weights: what is wrong with them shows at once.
         prompts = open_stream(config.tasks, self.tokenizer, seed=config.seed, max_prompt_tokens=limit)
-        self.left_out = list(prompts.left_out)
-        self.evaluation_prompts = _evaluation_prompts(config, self.tokenizer, self.left_out)
-        self._require_memory(rollout)
+        self.question_sets, held_back = question_sets(config, self.tokenizer)
+        self.left_out = [*prompts.left_out, *held_back]
         decoder = load_decoder(config.model, dtype=torch.float32, device=self.device)
         self._model_checksum = _checksum(decoder)
         self.grader = grader
@@ -94,12 +97,25 @@ class Trainer:
         self.phases = PhaseController(self.learner, self.device, take_turns=config.memory == "phased")
         self._make_engine(rollout_decoder, rollout, prompts)
 
-    def _require_memory(self, rollout: RolloutConfig) -> None:
-        """Before anything is loaded: ValueError, item by item, where a phase needs more than this GPU has."""
-        if self.device.type == "cuda":
-            elastic = self.config.memory == "phased" and gives_back(self.device)
-            plan = plan_run(self.config, load_config(self.config.model), rollout, self.ranks.size, elastic=elastic)
-            plan.check(torch.cuda.get_device_properties(self.device).total_memory)
+    def _within_memory(self, rollout: RolloutConfig) -> RolloutConfig:
+        """The rollout's settings with the pages that memory leaves, where it says 0; a collective.
+
+        Before anything is loaded: ValueError, item by item, where a phase needs more than this GPU or node has.
+        """
+        if self.device.type != "cuda":
+            require(rollout.cache_pages > 0, "rollout.cache_pages", 0, "a number of pages >= 1 without a GPU to fill")
+            return rollout
+        config, model = self.config, load_config(self.config.model)
+        # In phase "evaluate" a second cache needs the room that a resident one does not leave.
+        given = rollout.cache_pages > 0 or config.memory == "phased"
+        require(given, "rollout.cache_pages", 0, "a number of pages >= 1 with --memory resident")
+        elastic = config.memory == "phased" and gives_back(self.device)
+        machine = Machine(self.ranks.size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), elastic)
+        total = min(self.ranks.gather(torch.cuda.get_device_properties(self.device).total_memory))
+        if rollout.cache_pages == 0:
+            rollout = replace(rollout, cache_pages=pool_pages(config, model, rollout, machine, total))
+        plan_run(config, model, rollout, machine).check(total, available_bytes())
+        return rollout
 
     def _make_engine(self, decoder: Decoder, rollout: RolloutConfig, prompts: PromptStream) -> None:
         """The engine, its cache sized for what the learner leaves, and the collector of this replica's prompts."""
@@ -108,7 +124,7 @@ class Trainer:
         memory = self.phases.memory()
         self.engine = RolloutEngine(decoder, config.kv, rollout, eos_token_ids=stops, memory=memory)
         self.phases.attach(self.engine)
-        for prompt in (prompts.longest(), *self.evaluation_prompts):
+        for prompt in (prompts.longest(), *(prompt for part in self.question_sets for prompt in part.prompts)):
             cap = config.rollout.max_response_tokens
             self.engine.check_fits(Request(prompt.prompt_id, 0, prompt.tokens, cap, stops))
         make = PartialCollector if config.rollout.collector == "partial" else SyncCollector
@@ -130,7 +146,8 @@ class Trainer:
         collectors = checkpoint.run["collectors"]
         require(
             len(collectors) == self.replica.count, "replicas", self.replica.count,
-            f"{len(collectors)}, which made {saved[-1]}: each holds unfinished responses of its own",
+            f"{len(collectors)}, which made {saved[-1]}: each holds unfinished responses of its own. "
+            + self._layouts(len(collectors)),
         )  # fmt: skip
         self.update = checkpoint.update
         self.phases.enter("learn")
@@ -139,6 +156,12 @@ class Trainer:
         self.collector.load_state(collectors[self.replica.number])
         sync(self.learner, self.engine, self.update)
         return True
+
+    def _layouts(self, replicas: int) -> str:
+        """How to start as many replicas: with as large ones, or with as many processes."""
+        split = {self.config.tensor_parallel} | ({self.ranks.size // replicas} - {0})
+        pairs = [f"{replicas * parts} processes (torchrun) with --tensor_parallel {parts}" for parts in sorted(split)]
+        return f"Those are {', or '.join(pairs)}"
 
     def iterate(self) -> dict[str, float | list]:
         """One iteration: collect T groups under the current policy, update it, hand it to the engine."""
@@ -156,8 +179,8 @@ class Trainer:
             with timers("update_weights"):
                 learnt |= sync(self.learner, self.engine, self.update + 1)
         metrics = response_metrics(groups, self.update) | learnt
-        collected = collection_metrics(collection.stats, trace.columns(), self.config.rollout.cache_pages)
-        metrics |= mean_over_ranks(self.ranks.gather(collected))
+        collected = collection_metrics(collection.stats, trace.columns(), self.engine.rollout.cache_pages)
+        metrics |= over_replicas(self._of_replicas([collected]))
         metrics |= max_over_ranks(self.ranks.gather(timers.metrics() | self.phases.metrics()))
         metrics |= self._saving  # of the checkpoint before this update
         self._saving = {}
@@ -167,21 +190,26 @@ class Trainer:
         return metrics
 
     def evaluate(self) -> dict[str, float]:
-        """avg@k and pass@k of the current policy on held-out prompts, through an unquantised cache (§B.2)."""
-        if not self.evaluation_prompts:
+        """avg@k and pass@k of the current policy on every question set, through an unquantised cache (§B.2)."""
+        if not self.question_sets:
             return {}
-        timers, config = Timers(self.device), self.config
+        timers, metrics = Timers(self.device), {}
         self.phases.enter("evaluate", timers)
         with timers("testing"):
-            rollout = self.phases.within_free(config.rollout, KVConfig("bf16"), self.engine.decoder.cache_shape())
-            engine = RolloutEngine(
-                self.engine.decoder, KVConfig("bf16"), rollout, eos_token_ids=self.engine.eos_token_ids
-            )
-            mine, given = self.replica.share(self.evaluation_prompts), {"sampling": evaluation_sampling(config)}
-            given |= {"samples": config.evaluate_samples, "grader": self.grader}
-            result = evaluate(engine, self.tokenizer, mine, **given) if mine else None
-            results = [part for part in self.ranks.gather(result if self.replica.leads else None) if part is not None]
-        return EvaluationResult.join(results).metrics(config.reading) | timers.metrics()
+            bf16, decoder = KVConfig("bf16"), self.engine.decoder
+            rollout = self.phases.within_free(self.engine.rollout, bf16, decoder.cache_shape())
+            engine = RolloutEngine(decoder, bf16, rollout, eos_token_ids=self.engine.eos_token_ids)
+            for questions in self.question_sets:
+                metrics |= questions.named(self._evaluate(engine, questions).metrics(self.config.reading))
+        return metrics | timers.metrics()
+
+    def _evaluate(self, engine: RolloutEngine, questions: QuestionSet) -> EvaluationResult:
+        """One set, divided among the replicas."""
+        mine, sampling = self.replica.share(questions.prompts), evaluation_sampling(self.config)
+        given = {"samples": questions.samples, "sampling": sampling, "grader": self.grader}
+        result = evaluate(engine, self.tokenizer, mine, **given) if mine else None
+        results = self.ranks.gather(result if self.replica.leads else None)
+        return EvaluationResult.join([part for part in results if part is not None])
 
     def start_save(self) -> None:
         """Take a checkpoint of this moment, between two iterations; it is written while the run goes on (`saver`).
@@ -210,8 +238,9 @@ class Trainer:
         directory = Path(self.config.output_dir) / "model"
         decoder = self.engine.decoder if self.replica.communicator is None else self._joined_decoder()
         if self.ranks.leads:
-            save_decoder(decoder, directory, self.tokenizer)
-            GenerationConfig(eos_token_id=list(self.engine.eos_token_ids)).save_pretrained(directory)
+            with writing(directory):
+                save_decoder(decoder, directory, self.tokenizer)
+                GenerationConfig(eos_token_id=list(self.engine.eos_token_ids)).save_pretrained(directory)
         return directory
 
     def _rollout_decoder(self, decoder: Decoder) -> Decoder:
@@ -238,10 +267,11 @@ class Trainer:
     def _write_trace(self, trace: Trace) -> None:
         if not self.replica.leads:
             return
-        directory = Path(self.config.output_dir) / "trace"
-        directory.mkdir(parents=True, exist_ok=True)
         rank = "" if self.ranks.leads else f"-rank{self.ranks.rank}"
-        trace.to_csv(directory / f"{self.update:06d}{rank}.csv")
+        path = Path(self.config.output_dir) / "trace" / f"{self.update:06d}{rank}.csv"
+        with writing(path):
+            path.parent.mkdir(parents=True, exist_ok=True)
+            trace.to_csv(path)
 
 
 def _share_of_quota(rollout: RolloutConfig, replicas: int) -> RolloutConfig:
@@ -249,20 +279,6 @@ def _share_of_quota(rollout: RolloutConfig, replicas: int) -> RolloutConfig:
     groups, expected = rollout.groups_per_update, f"a multiple of {replicas}, the number of replicas"
     require(groups % replicas == 0, "rollout.groups_per_update", groups, expected)
     return replace(rollout, groups_per_update=groups // replicas)
-
-
-def _evaluation_prompts(config: TrainConfig, tokenizer, left_out: list[LeftOut]) -> list[Prompt]:
-    """Held-out prompts of the run's tasks; none where there are none.
-
-    Lines whose gold answer cannot be graded are added to `left_out`.
-    """
-    given = {"seed": config.seed, "max_prompt_tokens": config.rollout.max_prompt_tokens}
-    stream = held_out_stream(config.tasks, tokenizer, **given)
-    if stream is None:
-        return []
-    left_out += stream.left_out
-    count = config.evaluate_prompts
-    return take(stream, count if stream.size is None else min(count, stream.size))
 
 
 def evaluation_sampling(config: TrainConfig) -> Sampling:

@@ -18,8 +18,9 @@ from pathlib import Path
 
 from kv4rl.cli import one_sentence
 from kv4rl.config import InputError, require
+from kv4rl.disk import NotWritten, writing
 from kv4rl.evaluation.benchmarks import BENCHMARKS, ProblemSet, load_sets
-from kv4rl.evaluation.check import check_set, format_checks
+from kv4rl.evaluation.check import HEADER, check_set, format_check
 from kv4rl.evaluation.evaluate import EvaluationResult
 from kv4rl.evaluation.report import FILE, METRICS, evaluation_rows, format_table, table
 from kv4rl.evaluation.run import EvaluationSettings, Evaluator, record_path
@@ -108,11 +109,14 @@ def run(words: Sequence[str]) -> None:
             evaluator.check_records(sets, output)
             results = evaluate_sets(evaluator, sets, output, given.reading)
     rows = evaluation_rows(results, arm=named, model=model_name(given.model), reading=given.reading)
-    written = [write_rows(file, rows) for file in files]
+    with one_sentence(PROGRAM, kinds=(NotWritten,), status=1):
+        for file in files:
+            with writing(file):
+                write_rows(file, rows)
     for metric in METRICS:
         print(f"\n{metric}, %")
         print(format_table(table(metric, directory=output)))
-    print("\nrows in " + ", ".join(map(str, written)))
+    print("\nrows in " + ", ".join(map(str, files)))
 
 
 def require_rows_file(path: Path) -> None:
@@ -143,10 +147,14 @@ def check(words: Sequence[str]) -> None:
     with one_sentence(f"{PROGRAM} check"):
         require(given.workers >= 1, "workers", given.workers, "an integer >= 1")
         sets = load_sets(given.sets)
+    print(HEADER, flush=True)
+    passed = True
     with Grader(workers=given.workers, timeout_s=CHECK_TIMEOUT_S) as grader:
-        checks = [check_set(problems, grader) for problems in sets]
-    print(format_checks(checks))
-    if not all(entry.passed for entry in checks):
+        for problems in sets:  # minutes each: what is known is shown
+            result = check_set(problems, grader)
+            print(format_check(result), flush=True)
+            passed = passed and result.passed
+    if not passed:
         raise SystemExit(1)
 
 

@@ -90,22 +90,23 @@ def benchmark_of(name: str) -> Benchmark | None:
     return next((entry for entry in BENCHMARKS.values() if plain in entry.aliases), None)
 
 
-def load_sets(given: Sequence[str]) -> list[ProblemSet]:
+def load_sets(given: Sequence[str], *, flag: str = "--sets") -> list[ProblemSet]:
     """Sets from what a command line names: `math500` (the hub), `math500=FILE`, `FILE`, `DIRECTORY` (its files of the
     six) or `all` (the six, from the hub).
 
-    Raises `InputError` for an unknown set or a file without the needed fields, ConnectionError if the hub fails.
+    Raises `InputError` for an unknown set or a file without the needed fields, ConnectionError if the hub fails; that
+    says what to give with `flag` instead.
     """
-    sets = [part for entry in given for part in _load_given(entry)]
+    sets = [part for entry in given for part in _load_given(entry, flag)]
     names = [part.name for part in sets]
     require(len(set(names)) == len(names), "sets", names, "each set once")
     require(bool(sets), "sets", list(given), f"at least one of {', '.join(BENCHMARKS)}, all, or files")
     return sets
 
 
-def _load_given(entry: str) -> list[ProblemSet]:
+def _load_given(entry: str, flag: str) -> list[ProblemSet]:
     if entry == "all":
-        return [load_benchmark(name) for name in BENCHMARKS]
+        return [load_benchmark(name, flag=flag) for name in BENCHMARKS]
     name, _, file = entry.rpartition("=")
     if name:
         return [load_benchmark(name, file)]
@@ -114,7 +115,7 @@ def _load_given(entry: str) -> list[ProblemSet]:
         return [load_benchmark(name, file) for name, file in benchmark_files(path).items()]
     if path.suffix in SUFFIXES:
         return [_load_file(path)]
-    return [load_benchmark(entry)]
+    return [load_benchmark(entry, flag=flag)]
 
 
 def benchmark_files(directory: Path) -> dict[str, Path]:
@@ -125,13 +126,13 @@ def benchmark_files(directory: Path) -> dict[str, Path]:
     return {name: found[name] for name in BENCHMARKS if name in found}
 
 
-def load_benchmark(name: str, file: str | Path | None = None) -> ProblemSet:
+def load_benchmark(name: str, file: str | Path | None = None, *, flag: str = "--sets") -> ProblemSet:
     """One of the six sets, from a local file or from the hub."""
     entry = benchmark_of(name)
     known = f"one of {', '.join(BENCHMARKS)} (or all, a .jsonl or .parquet file, or a directory of them)"
     require(entry is not None, "set", name, known)
     if file is None:
-        instead = f"pass --sets {entry.name}=FILE with a local .jsonl or .parquet of the same fields"
+        instead = f"pass {flag} {entry.name}=FILE with a local .jsonl or .parquet of the same fields"
         rows, source = read_hub(entry.hub, split=entry.split, instead=instead), entry.hub
     else:
         rows, source = read_file(file), str(file)

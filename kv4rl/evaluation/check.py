@@ -180,20 +180,20 @@ def _differ(row: Problem, other: Problem) -> bool:
     return tidy(str(row.answer)) != tidy(str(other.answer))
 
 
-def format_checks(checks: Sequence[SetCheck]) -> str:
-    """A table of counts, then the exceptions."""
+HEADER = (
+    f"{'set':<16}{'rows':>6}{'number':>8}{'formula':>9}{'spelling':>10}{'in digits':>11}{'lists':>7}"
+    f"{'itself = 1':>12}{'next differs':>14}{'next = 0':>10}"
+)
+
+
+def format_check(check: SetCheck) -> str:
+    """A set's counts under `HEADER`, then its exceptions."""
+    kinds = check.compared
     lines = [
-        f"{'set':<16}{'rows':>6}{'number':>8}{'formula':>9}{'spelling':>10}{'in digits':>11}{'lists':>7}"
-        f"{'itself = 1':>12}{'next differs':>14}{'next = 0':>10}"
+        f"{check.name:<16}{check.rows:>6}{kinds['number']:>8}{kinds['formula']:>9}{kinds['spelling']:>10}"
+        f"{check.numbers:>11}{check.lists:>7}{check.itself:>12}{check.differing:>14}{check.rejected:>10}"
     ]
-    for check in checks:
-        kinds = check.compared
-        lines.append(
-            f"{check.name:<16}{check.rows:>6}{kinds['number']:>8}{kinds['formula']:>9}{kinds['spelling']:>10}"
-            f"{check.numbers:>11}{check.lists:>7}{check.itself:>12}{check.differing:>14}{check.rejected:>10}"
-        )
-    for check in checks:
-        if check.expected_rows not in (None, check.rows):
-            lines.append(f"{check.name}: {check.rows} rows, Table A2 has {check.expected_rows}")
-        lines += [f"{'WRONG ' if entry.wrong else ''}{entry}" for entry in check.exceptions]
+    if check.expected_rows not in (None, check.rows):
+        lines.append(f"{check.name}: {check.rows} rows, Table A2 has {check.expected_rows}")
+    lines += [f"{'WRONG ' if entry.wrong else ''}{entry}" for entry in check.exceptions]
     return "\n".join(lines)

@@ -15,6 +15,7 @@ from pathlib import Path
 import numpy as np
 
 from kv4rl.config import InputError, require
+from kv4rl.disk import writing
 from kv4rl.evaluation.evaluate import EvaluationResult
 from kv4rl.results import commit
 
@@ -80,7 +81,8 @@ class RecordFile:
             require(same, name, settings.get(name), expected)
         for number, line in enumerate(lines[1:], start=2):
             entry = _parsed(line)
-            self._require(_is_record(entry), number, line, "the record of one problem: delete the line to do it again")
+            whole_record = _is_record(entry, settings.get("samples"))
+            self._require(whole_record, number, line, "the record of one problem: delete the line to do it again")
             self.done[entry["problem_id"]] = Record(**entry)
         self._file.truncate(len(whole))
 
@@ -93,13 +95,15 @@ class RecordFile:
         self.done[record.problem_id] = record
 
     def _write(self, entry: dict) -> None:
-        self._file.write(json.dumps(entry).encode() + b"\n")
-        self._file.flush()
+        with writing(self.path):
+            self._file.write(json.dumps(entry).encode() + b"\n")
+            self._file.flush()
 
     def close(self) -> None:
         """Flush to the disk and let others write."""
-        os.fsync(self._file.fileno())
-        self._file.close()
+        with writing(self.path):
+            os.fsync(self._file.fileno())
+            self._file.close()
 
     def __enter__(self) -> "RecordFile":
         return self
@@ -117,14 +121,18 @@ def _parsed(line: bytes) -> dict:
     return entry if isinstance(entry, dict) else {}
 
 
-def _is_record(entry: dict) -> bool:
-    """Whether it has the fields of a `Record`, and a number for each sibling in each list."""
+def _is_record(entry: dict, samples: int | None) -> bool:
+    """Whether it has the fields of a `Record`, and in each list an entry of its kind for each of k siblings."""
     if entry.keys() != {field.name for field in fields(Record)} or not isinstance(entry["problem_id"], str):
         return False
-    lists = [entry[name] for name in ("verl", "last_box", "has_box", "truncated", "response_tokens")]
-    if not all(isinstance(values, list) and len(values) == len(lists[0]) > 0 for values in lists):
+    lists = {name: entry[name] for name in ("verl", "last_box", "has_box", "truncated", "response_tokens")}
+    if not all(isinstance(values, list) and len(values) > 0 for values in lists.values()):
         return False
-    return all(isinstance(value, int | float) for value in (*chain(*lists), entry["grading_failures"]))
+    if {len(values) for values in lists.values()} != {samples or len(lists["verl"])}:
+        return False
+    tokens = lists.pop("response_tokens")
+    counts = all(type(count) is int and count >= 0 for count in (*tokens, entry["grading_failures"]))
+    return counts and all(isinstance(value, int | float) and value in (0, 1) for value in chain(*lists.values()))
 
 
 def result_of(records: Sequence[Record]) -> EvaluationResult:

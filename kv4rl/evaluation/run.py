@@ -19,6 +19,7 @@ from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.request import Request
 from kv4rl.evaluation.benchmarks import Problem, ProblemSet
 from kv4rl.evaluation.evaluate import PAPER_SAMPLING, EvaluationResult
+from kv4rl.evaluation.prompts import prompt_tokens
 from kv4rl.evaluation.records import Record, RecordFile, result_of
 from kv4rl.grpo.weight_sync import checksum
 from kv4rl.model.decoder import Decoder
@@ -26,7 +27,6 @@ from kv4rl.model.weights import eos_token_ids, load_decoder, load_tokenizer
 from kv4rl.paper import EVALUATION_SEEDS
 from kv4rl.results import commit
 from kv4rl.rewards import Grader, Verdict
-from kv4rl.tasks.tokenizer import unknown_characters
 
 OTHER_SAMPLES = 8  # k of a set that is none of the six
 CPU_PAGES = 8192
@@ -116,13 +116,8 @@ class Evaluator:
             require(bool(self.tokenizer.chat_template), "chat", True, "a tokenizer with a chat template, or no --chat")
             message = [{"role": "user", "content": text}]
             text = self.tokenizer.apply_chat_template(message, tokenize=False, add_generation_prompt=True)
-        unknown = unknown_characters(self.tokenizer, text)
-        where = f"prompt of {problem.problem_id}"
-        require(not unknown, where, "".join(unknown[:20]), "only characters that the model's tokenizer knows")
-        tokens = self.tokenizer.encode(text, add_special_tokens=not self.settings.chat)
         limit = self.settings.max_prompt_tokens
-        require(1 <= len(tokens) <= limit, f"tokens in the {where}", len(tokens), f"at least 1, at most {limit}")
-        return tokens
+        return prompt_tokens(text, problem.problem_id, self.tokenizer, limit, special=not self.settings.chat)
 
     def run(
         self, problems: ProblemSet, seed: int, path: Path, report: Callable[[str], None] = print

@@ -1,6 +1,6 @@
 """What was collected and trained on, in figures: rewards, lengths, ages, cache use; verl's names where verl has one."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 import torch
@@ -9,6 +9,12 @@ from kv4rl.metrics import summary
 from kv4rl.rewards.grader import Verdict
 from kv4rl.rollout.collector import CollectionStats
 from kv4rl.rollout.group import PromptGroup
+
+SUMMED = (
+    "rollout/new_groups", "rollout/carried_requests", "rollout/carried_tokens", "rollout/finished_responses",
+    "rollout/decode_tokens", "rollout/prefill_tokens", "rollout/preemptions", "rollout/left_complete_groups",
+    "rollout/left_unfinished_groups", "rollout/left_tokens", "perf/decode_tokens_per_s",
+)  # fmt: skip
 
 
 def response_metrics(groups: Sequence[PromptGroup], version: int) -> dict[str, float | list]:
@@ -57,10 +63,24 @@ def collection_metrics(stats: CollectionStats, trace: Mapping[str, np.ndarray], 
     return metrics
 
 
-def mean_over_ranks(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
-    """One rank's collection metrics, averaged over the ranks that have them."""
+def over_replicas(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:
+    """The collection metrics of all replicas as one's: volumes and rates add up, extremes stay so, states are averaged.
+
+    `rollout/replica_balance`: responses finished by the replica of most over those by the replica of fewest.
+    """
     names = dict.fromkeys(name for each in metrics for name in each)
-    return {name: float(np.mean([each[name] for each in metrics if name in each])) for name in names}
+    joined = {name: _reduction(name)([each[name] for each in metrics if name in each]) for name in names}
+    finished = [each["rollout/finished_responses"] for each in metrics]
+    return joined | {"rollout/replica_balance": max(finished) / max(1.0, min(finished))}
+
+
+def _reduction(name: str) -> Callable[[list[float]], float]:
+    """How a collection metric of several replicas becomes one; steps are taken side by side, so they do not add up."""
+    if name.endswith(("/max", "_max", "_max_age")):
+        return max
+    if name.endswith("/min"):
+        return min
+    return sum if name in SUMMED else lambda values: float(np.mean(values))
 
 
 def max_over_ranks(metrics: Sequence[Mapping[str, float]]) -> dict[str, float]:

@@ -1,4 +1,5 @@
-"""What a run needs of each GPU in its two phases, item by item, counted before anything is loaded (§A.2, Table A1)."""
+"""What a run needs of each GPU in its two phases, and of its node's CPU memory, item by item, counted before anything
+is loaded (§A.2, Table A1)."""
 
 from dataclasses import dataclass
 
@@ -6,7 +7,7 @@ import torch
 
 from kv4rl.cache.memory_plan import page_bytes, side_bytes
 from kv4rl.config import KVConfig, RolloutConfig, TrainConfig, require
-from kv4rl.engine.memory import reserved_bytes
+from kv4rl.engine.memory import plan_engine, reserved_bytes
 from kv4rl.grpo.logprobs import MAX_LOGITS
 from kv4rl.grpo.masters import compute_dtype
 from kv4rl.model.config import DecoderConfig
@@ -14,40 +15,84 @@ from kv4rl.model.decoder import Decoder
 from kv4rl.model.tensor_parallel import shard_config
 
 FP32 = 4
+USED_SHARE = 0.75  # of a GPU, where pages are counted to fill it: `bench iteration` ran 4B and 8B within as much
 LOGIT_COPIES = 2.5  # logits in FP32, their gradient in BF16, a compiled function's transient
 LAYER_WIDTHS = 14  # activations of the one layer that is recomputed, in units of hidden plus a third of the MLP
 
 
 @dataclass(frozen=True)
 class RunPlan:
-    """Bytes a GPU, by phase and item."""
+    """Bytes by item: of a GPU in each phase, and of a node's CPU memory."""
 
     collect: dict[str, int]
     learn: dict[str, int]
+    host: dict[str, int]
 
-    def check(self, total_bytes: int) -> None:
-        """Raise `ValueError`, item by item, where a phase needs more than a GPU has."""
+    def check(self, total_bytes: int, host_bytes: int) -> None:
+        """Raise `ValueError`, item by item, where a phase needs more than a GPU has, or all of them than their node."""
         for phase, items in (("collect", self.collect), ("learn", self.learn)):
-            named = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in items.items())
-            needed = sum(items.values())
-            expected = f"at most this GPU's {total_bytes / 1e9:.4g} GB for phase {phase!r}: {named}"
-            require(needed <= total_bytes, "memory needed", f"{needed / 1e9:.4g} GB", expected)
+            _require(items, total_bytes, f"this GPU's {total_bytes / 1e9:.4g} GB for phase {phase!r}")
+        _require(self.host, host_bytes, f"the {host_bytes / 1e9:.4g} GB of CPU memory that this node has left")
 
 
-def plan_run(
-    config: TrainConfig, model: DecoderConfig, rollout: RolloutConfig, ranks: int, *, elastic: bool
-) -> RunPlan:
-    """The plan of a run on `ranks` GPUs; `elastic`: the cache's memory can be given back while the learner works."""
-    dtype = compute_dtype(config.grpo.compute_dtype, torch.device("cuda"))
-    with torch.device("meta"):
-        shard = Decoder(shard_config(model, config.tensor_parallel)).to(dtype)
+def _require(items: dict[str, int], most: int, whose: str) -> None:
+    named = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in items.items())
+    needed = sum(items.values())
+    require(needed <= most, "memory needed", f"{needed / 1e9:.4g} GB", f"at most {whose}: {named}")
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a run is planned for."""
+
+    ranks: int
+    ranks_of_node: int
+    elastic: bool  # the cache's memory can be given back while the learner works
+
+
+def plan_run(config: TrainConfig, model: DecoderConfig, rollout: RolloutConfig, machine: Machine) -> RunPlan:
+    """The plan of a run."""
+    shard, dtype = _shard(config, model)
     engine = _engine(shard, config.kv, rollout)
-    learner, work = _learner(config, model, ranks, dtype)
+    learner, work = _learner(config, model, machine.ranks, dtype)
+    host = _host(config, learner, machine)
     cache = {name: engine.pop(name) for name in ("side buffer", "pages")}
     if config.memory == "phased":
-        at_learning = {"engine's weights": engine["model"], **({} if elastic else cache)}
-        return RunPlan({**engine, **cache}, {**learner, **work, **at_learning})
-    return RunPlan({**engine, **cache, **learner}, {**learner, **work, "engine's weights": engine["model"], **cache})
+        at_learning = {"engine's weights": engine["model"], **({} if machine.elastic else cache)}
+        return RunPlan({**engine, **cache}, {**learner, **work, **at_learning}, host)
+    at_learning = {"engine's weights": engine["model"], **cache}
+    return RunPlan({**engine, **cache, **learner}, {**learner, **work, **at_learning}, host)
+
+
+def pool_pages(
+    config: TrainConfig, model: DecoderConfig, rollout: RolloutConfig, machine: Machine, total_bytes: int
+) -> int:
+    """Pages that a GPU of `total_bytes` holds in the run's cache format: floor(M_q / b_q) of §A.2.
+
+    A share of the memory stays free, for what is not counted: the CUDA context, NCCL's buffers, graphs and fragments.
+    Raises `ValueError`, item by item, where not even one page is left.
+    """
+    shard, dtype = _shard(config, model)
+    learner, work = _learner(config, model, machine.ranks, dtype)
+    alone = config.memory == "phased" and machine.elastic
+    beside = 0 if alone else sum(learner.values()) + sum(work.values())
+    return plan_engine(shard, config.kv, rollout, int(USED_SHARE * total_bytes) - beside).cache.pages
+
+
+def _shard(config: TrainConfig, model: DecoderConfig) -> tuple[Decoder, torch.dtype]:
+    """The engine's part of the model, its weights on `meta`, and their dtype."""
+    dtype = compute_dtype(config.grpo.compute_dtype, torch.device("cuda"))
+    with torch.device("meta"):
+        return Decoder(shard_config(model, config.tensor_parallel)).to(dtype), dtype
+
+
+def _host(config: TrainConfig, learner: dict[str, int], machine: Machine) -> dict[str, int]:
+    """What leaves the GPUs of a node while they collect, and the whole copy that a checkpoint is written from."""
+    away = ("masters", "moments", "reference") if config.memory == "phased" else ()
+    states = {
+        f"{name} of {machine.ranks_of_node}": learner[name] * machine.ranks_of_node for name in away if name in learner
+    }
+    return states | {"checkpoint": (learner["masters"] + learner["moments"]) * machine.ranks}
 
 
 def _engine(shard: Decoder, kv: KVConfig, rollout: RolloutConfig) -> dict[str, int]:

@@ -104,11 +104,13 @@ def _task(where: str, row: Mapping, prompt_id: str) -> dict:
         text = text[-1].get("content") if text and isinstance(text[-1], dict) else None
     require(isinstance(text, str) and bool(text.strip()), f"{where} fields", sorted(row), "also `prompt`, a text")
     model = field(row, ("reward_model",))
-    gold = model.get("ground_truth") if isinstance(model, dict) else field(row, ("answer", "solution"))
+    truth = model.get("ground_truth") if isinstance(model, dict) else None
+    given = (truth, field(row, ("answer",)), field(row, ("solution",)))
+    gold = next((gold for gold in given if gold not in (None, "")), None)
     if isinstance(gold, str):
         gold = (last_box(gold) or gold).strip()
-    given = isinstance(gold, str | int | float) and not isinstance(gold, bool) and gold != ""
-    require(given, f"{where} fields", sorted(row), "also `solution` (or `answer`), the gold")
+    usable = isinstance(gold, str | int | float) and not isinstance(gold, bool) and gold != ""
+    require(usable, f"{where} fields", sorted(row), "also `solution` (or `answer`), the gold")
     return {"prompt_id": prompt_id, "prompt": with_instruction(text), "answer": str(gold)}
 
 

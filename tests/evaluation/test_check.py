@@ -6,7 +6,7 @@ import pytest
 
 from kv4rl.evaluation.__main__ import main
 from kv4rl.evaluation.benchmarks import Problem, ProblemSet
-from kv4rl.evaluation.check import check_set, format_checks
+from kv4rl.evaluation.check import check_set, format_check
 from kv4rl.rewards import Gold, Grader, Verdict
 
 
@@ -55,7 +55,7 @@ def test_a_gold_that_does_not_equal_itself_is_wrong():
     check = check_set(own_set(Gold(("1", "2"), absolute=1e-8), "8"), Scripted(lambda text, gold: False))
     assert not check.passed and check.itself == 0
     assert [entry.what for entry in check.exceptions] == ["itself"] * 2 + ["in digits"] * 2 + ["reversed"]
-    assert format_checks([check]).count("WRONG own-") == 5
+    assert format_check(check).count("WRONG own-") == 5
 
 
 def test_an_answer_taken_for_another_is_wrong():

@@ -2,6 +2,7 @@
 
 import json
 import re
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -127,6 +128,21 @@ def test_a_damaged_record_file_is_named_with_its_line_and_left_alone(tmp_path, c
 
 
 @pytest.mark.parametrize(
+    "change",
+    [{"verl": [1.0]}, {name: [1] * 3 for name in ("verl", "last_box", "has_box", "truncated", "response_tokens")},
+     {"verl": [7.0, 0.0]}, {"last_box": [0.5, 0]}, {"truncated": [2, 0]}, {"response_tokens": [-1, 3]},
+     {"response_tokens": [1.5, 3]}, {"grading_failures": -1}],
+)  # fmt: skip
+def test_a_record_of_other_values_or_another_k_is_refused_naming_its_line(tmp_path, change):
+    path = tmp_path / "seed1.jsonl"
+    with RecordFile(path, {"samples": 2}) as records:
+        records.append(RECORD)
+        records.append(replace(RECORD, problem_id="b", **change))
+    with pytest.raises(InputError, match=r"seed1.jsonl:3='.*': expected the record of one problem: delete the line"):
+        RecordFile(path, {"samples": 2})
+
+
+@pytest.mark.parametrize(
     ("file", "content", "named"),
     [("mini-evaluation/seed44.jsonl", b"{}\n", "seed44.jsonl:1='{}': expected an evaluation's settings"),
      ("evaluation.csv", b"a,b\n1,2\n", "columns of evaluation.csv=\\['a', 'b'\\]: expected also"),
@@ -141,6 +157,20 @@ def test_files_of_others_are_noticed_before_anything_is_sampled(tmp_path, monkey
         run(tmp_path, 1)
     assert re.search(named, capsys.readouterr().err)
     assert (tmp_path / file).read_bytes() == content
+
+
+@pytest.mark.parametrize(
+    ("writer", "status", "file"),
+    [("kv4rl.evaluation.__main__.write_rows", "1", "evaluation.csv"), ("os.fsync", "2", "seed43.jsonl")],
+)
+def test_a_full_disk_ends_the_command_with_the_files_name(whole, monkeypatch, capsys, writer, status, file):
+    def full(*given):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(writer, full)
+    with pytest.raises(SystemExit, match=status):
+        run(whole[0], 5)
+    assert re.search(rf"{file} could not be written .*No space left", capsys.readouterr().err.splitlines()[-1])
 
 
 def test_a_record_file_has_one_writer_and_drops_half_a_line(tmp_path):

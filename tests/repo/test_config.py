@@ -28,7 +28,7 @@ from kv4rl.config import GRPOConfig, InputError, KVConfig, RolloutConfig, TrainC
         (lambda: RolloutConfig(responses_per_group=True), "responses_per_group=True"),
         (lambda: RolloutConfig(top_k=-1), "top_k=-1"),
         (lambda: RolloutConfig(top_p=0), "top_p=0: expected a number > 0 and <= 1"),
-        (lambda: RolloutConfig(cache_pages=0), "cache_pages=0"),
+        (lambda: RolloutConfig(cache_pages=-1), "cache_pages=-1"),
         (lambda: GRPOConfig(tis_clip=0.5), "tis_clip=0.5"),
         (lambda: GRPOConfig(learning_rate="1e-4"), "learning_rate='1e-4'"),
         (lambda: GRPOConfig(learning_rate=float("inf")), "learning_rate=inf"),

@@ -79,6 +79,12 @@ def test_a_failing_run_is_named_the_others_are_kept_and_finished_ones_are_not_re
     assert "10 runs, 9 of them finished before" in capsys.readouterr().out
 
 
+def test_a_run_that_ends_well_without_rows_or_a_log_is_named(words, monkeypatch):
+    monkeypatch.setattr(sweep, "launch", lambda run, threads: 0)
+    with pytest.raises(SystemExit, match=r"2 of 2 runs failed\nstart seed1 .* failed without its rows.*: no log"):
+        sweep.main([*words, "--precisions", "bf16", "--seeds", "1"])
+
+
 def test_the_verdict_is_read_from_paired_differences(words, tmp_path, capsys):
     with pytest.raises(SystemExit):
         sweep.main(words)

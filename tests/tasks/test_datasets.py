@@ -56,6 +56,15 @@ def hub(monkeypatch):
     return module
 
 
+@pytest.mark.parametrize(
+    "more", [{"reward_model": {"style": "rule"}}, {"reward_model": {"ground_truth": ""}}, {"answer": ""}]
+)
+def test_a_solution_is_the_gold_where_the_row_has_no_other(tmp_path, tokenizer, more):
+    path = tmp_path / "own.jsonl"
+    path.write_text(json.dumps({"prompt": "What is 17 + 25?", "solution": "42"} | more))
+    assert DataSetStream(path, tokenizer, max_prompt_tokens=40).next().answer == "42"
+
+
 def test_rows_become_prompts_with_the_instruction_once(data_file, tokenizer):
     stream = DataSetStream(data_file, tokenizer, max_prompt_tokens=40, shuffle=False, epochs=1)
     prompts = take(stream, len(stream))

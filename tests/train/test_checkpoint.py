@@ -15,7 +15,8 @@ from kv4rl.checkpoint import (
     load_checkpoint,
     save_checkpoint,
 )
-from kv4rl.config import KVConfig, TrainConfig
+from kv4rl.checkpoint_digests import file_digest, write_digests
+from kv4rl.config import InputError, KVConfig, TrainConfig
 from kv4rl.trainer import Trainer
 
 CONFIG = TrainConfig()
@@ -44,7 +45,7 @@ def test_everything_comes_back(tmp_path):
     path = save_checkpoint(tmp_path, checkpoint(7), keep=2)
     assert path.name == "update_000007"
     assert sorted(file.name for file in path.iterdir()) == [
-        "model.safetensors", "optimizer.pt", "pool.safetensors", "state.json",
+        "digests.json", "model.safetensors", "optimizer.pt", "pool.safetensors", "state.json",
     ]  # fmt: skip
     assert_loads(path, 7)
 
@@ -158,8 +159,41 @@ def test_weights_only_loading_refuses_code(tmp_path):
 
     path = save_checkpoint(tmp_path, checkpoint(1), keep=1)
     torch.save({"state": Payload()}, path / "optimizer.pt")
+    (path / "digests.json").unlink()
+    write_digests(path)
     with pytest.raises(Exception, match="weights_only"):
         load_checkpoint(path, CONFIG)
+
+
+@pytest.mark.parametrize(
+    "name", ["digests.json", "model.safetensors", "optimizer.pt", "pool.safetensors", "state.json"]
+)
+@pytest.mark.parametrize("place", [0.1, 0.5, 0.97])
+def test_a_flipped_bit_anywhere_is_refused(tmp_path, name, place):
+    """Damage that still parses: a weight, a token or a counter of another value."""
+    file = save_checkpoint(tmp_path, checkpoint(1, 4000), keep=1) / name
+    content = bytearray(file.read_bytes())
+    content[int(place * len(content))] ^= 1
+    file.write_bytes(content)
+    with pytest.raises(InputError):
+        load_checkpoint(file.parent, CONFIG)
+
+
+@pytest.mark.parametrize("state", ["[1]", "{}", "3", "[[1, 2]]", '{"format": 3}', '{"format": 3, "config": 7}'])
+def test_a_state_of_another_kind_is_refused(tmp_path, state):
+    path = save_checkpoint(tmp_path, checkpoint(1), keep=1)
+    (path / "state.json").write_text(state)
+    with pytest.raises(InputError, match="update_000001"):
+        load_checkpoint(path, CONFIG)
+
+
+def test_a_digest_covers_every_block_in_its_order(tmp_path, monkeypatch):
+    monkeypatch.setattr("kv4rl.checkpoint_digests.BLOCK", 4)
+    digests = set()
+    for content in (b"aaaabbbbc", b"bbbbaaaac", b"aaaabbbbd", b"aaaabbbb", b""):
+        (tmp_path / "file").write_bytes(content)
+        digests.add(file_digest(tmp_path / "file"))
+    assert len(digests) == 5
 
 
 def test_a_save_in_the_background_is_whole_when_finished_and_waits_for_the_one_before(tmp_path):

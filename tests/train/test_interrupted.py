@@ -54,17 +54,42 @@ def test_a_disk_that_fills_up_at_a_checkpoint_costs_one_update(whole, tmp_path, 
     assert_same_end(whole, config)
 
 
-def test_the_command_says_so_in_one_sentence(parity_grader, tiny_model, tmp_path, monkeypatch, capsys):
-    def full(*arguments, **more):
-        raise OSError(28, "No space left on device")
+def full(*arguments, **more):
+    raise OSError(28, "No space left on device")
 
-    monkeypatch.setattr(checkpoint_module, "save_file", full)
-    words = f"--preset smoke --model {tiny_model} --output_dir {tmp_path / 'run'} --evaluate_prompts 1"
+
+def smoke(model, folder) -> list[str]:
+    """The words of a run of a second."""
+    words = f"--preset smoke --model {model} --output_dir {folder / 'run'} --evaluate_prompts 1"
     limits = "--rollout.max_response_tokens 40 --rollout.cache_pages 64 --kv.sink_tokens 2 --kv.recent_tokens 4"
+    return [*words.split(), *limits.split()]
+
+
+def test_the_command_says_so_in_one_sentence(parity_grader, tiny_model, tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(checkpoint_module, "save_file", full)
     with pytest.raises(SystemExit, match="1"):
-        main([*words.split(), *limits.split()])
+        main(smoke(tiny_model, tmp_path))
     last = capsys.readouterr().err.splitlines()[-1]
     assert last.startswith("kv4rl.train: error: checkpoint ") and last.endswith("still whole: none")
+
+
+@pytest.mark.parametrize(
+    ("writer", "file"),
+    [
+        ("kv4rl.metrics._encode", "metrics.jsonl"),
+        ("kv4rl.rollout.trace.Trace.to_csv", "000001.csv"),
+        ("torch.utils.tensorboard.SummaryWriter.add_scalar", "tensorboard"),
+        ("kv4rl.trainer.save_decoder", "model"),
+    ],
+)
+def test_whatever_cannot_be_written_ends_the_command_with_one_sentence_that_names_it(
+    parity_grader, tiny_model, tmp_path, monkeypatch, capsys, writer, file
+):
+    monkeypatch.setattr(writer, full)
+    with pytest.raises(SystemExit, match="1"):
+        main(smoke(tiny_model, tmp_path))
+    last = capsys.readouterr().err.splitlines()[-1]
+    assert f"{file} could not be written ([Errno 28] No space left on device)" in last
 
 
 def damage_json(path):
@@ -73,6 +98,18 @@ def damage_json(path):
 
 def damage_weights(path):
     (path / "model.safetensors").write_bytes((path / "model.safetensors").read_bytes()[:-9])
+
+
+def damage_a_weight(path):
+    content = bytearray((path / "model.safetensors").read_bytes())
+    content[-9] ^= 64
+    (path / "model.safetensors").write_bytes(content)
+
+
+def lose_a_group_s_order(path):
+    state = json.loads((path / "state.json").read_text())
+    del state["run"]["collectors"][0]["groups"][0]["order"]
+    (path / "state.json").write_text(json.dumps(state))
 
 
 def damage_optimizer(path):
@@ -86,7 +123,7 @@ def lose_pool(path):
 def test_a_damaged_checkpoint_is_named_and_without_it_the_run_goes_on(whole, tmp_path):
     config = replace(whole, output_dir=str(tmp_path / "damaged"))
     message = r"update_000004': expected whole files .*remove it to resume from update_000003"
-    for damage in (damage_json, damage_weights, damage_optimizer, lose_pool):
+    for damage in (damage_json, damage_weights, damage_a_weight, damage_optimizer, lose_pool, lose_a_group_s_order):
         shutil.copytree(whole.output_dir, config.output_dir, dirs_exist_ok=True)
         damage(checkpoints(config)[-1])
         with pytest.raises(InputError, match=message):
@@ -99,7 +136,7 @@ def test_a_damaged_checkpoint_is_named_and_without_it_the_run_goes_on(whole, tmp
 def test_a_checkpoint_of_another_version_is_refused(whole):
     state = checkpoints(whole)[-1] / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"format": 1}))
-    with pytest.raises(InputError, match=r"format of .*update_000004=1: expected 2, this version's"):
+    with pytest.raises(InputError, match=r"format of .*update_000004=1: expected 3, this version's"):
         train(whole)
 
 

@@ -87,16 +87,17 @@ def command(model: str, output_dir: Path, updates: int = UPDATES) -> list[str]:
 
 @dataclass(frozen=True)
 class Layout:
-    """Two rollout replicas of `tensor_parallel` ranks each, over a learner sharded among all of them."""
+    """Rollout replicas of `tensor_parallel` ranks each, two unless said, over a learner sharded among all of them."""
 
     tensor_parallel: int
     model: str | None = None  # None: the tiny one, whose single KV head nothing divides
     updates: int = 6
     more: tuple[str, ...] = ()  # flags
+    replicas: int = 2
 
     @property
     def ranks(self) -> int:
-        return 2 * self.tensor_parallel
+        return self.replicas * self.tensor_parallel
 
     def flags(self, model: str, output_dir: Path) -> list[str]:
         split = ["--tensor_parallel", str(self.tensor_parallel)]
@@ -110,6 +111,7 @@ class Layout:
         return [*torchrun, str(driver), *self.flags(model, output_dir)]
 
 
+ONE = Layout(1, updates=UPDATES, replicas=1)
 TWO = Layout(1)
 FOUR = Layout(2, "mini-qwen3", updates=4)  # DP2 x TP2 over FSDP2 x 4: the paper's own on four GPUs (Table A1)
 ON_GPUS = ("--device", "auto", "--memory", "phased", "--kv.sink_tokens", "16", "--kv.recent_tokens", "128")
@@ -170,15 +172,22 @@ def test_a_run_killed_at_twenty_random_moments_ends_like_one_that_was_not(whole,
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_sigterm_saves_after_the_iteration_and_the_same_command_goes_on(whole, tiny_model, tmp_path):
-    process = subprocess.Popen(command(tiny_model, tmp_path), **QUIET)
-    wait_for_lines(process, tmp_path, 4)
-    process.send_signal(signal.SIGTERM)
-    assert process.wait(120) == 0
-    done = read_metrics(tmp_path)[-1]["update"]
-    assert done < UPDATES and newest(tmp_path, flags(tiny_model, tmp_path, UPDATES)).update == done
-    run_to_end(command(tiny_model, tmp_path))
-    assert_equal_runs(whole, tmp_path, flags(tiny_model, tmp_path, UPDATES))
+@pytest.mark.parametrize("under_torchrun", [False, True])
+def test_a_run_asked_to_stop_saves_after_the_iteration_and_the_same_command_goes_on(
+    whole, tiny_model, tmp_path, under_torchrun
+):
+    """By SIGTERM; under torchrun, whose agent kills soon after that, by the file."""
+    run = tmp_path / "run"
+    words = ONE.command(tiny_model, run) if under_torchrun else command(tiny_model, run)
+    process = subprocess.Popen(words, **QUIET)
+    wait_for_lines(process, run, 4)
+    (run / "stop").touch() if under_torchrun else process.send_signal(signal.SIGTERM)
+    assert process.wait(120) == 0 and not (run / "stop").exists()
+    done = read_metrics(run)[-1]["update"]
+    assert done < UPDATES and newest(run, flags(tiny_model, run, UPDATES)).update == done
+    (run / "stop").touch()  # left by one who asked when the run had ended: it is no request to the next
+    run_to_end(words)
+    assert_equal_runs(whole, run, flags(tiny_model, run, UPDATES))
 
 
 @pytest.fixture(scope="module")
@@ -221,6 +230,7 @@ def test_two_replicas_hold_prompts_of_their_own_and_one_rank_cannot_take_them_ov
     words = flags(layout.model or tiny_model, run, layout.updates)
     done = subprocess.run([sys.executable, "-c", MAIN, *words], capture_output=True, text=True)
     assert done.returncode == 2 and "replicas=1: expected 2" in done.stderr
+    assert "Those are 2 processes (torchrun) with --tensor_parallel 1" in done.stderr
 
 
 @pytest.mark.gpu

@@ -4,6 +4,7 @@ import time
 import pytest
 import torch
 
+from kv4rl.config import InputError
 from kv4rl.metrics import MetricsWriter, Timers, read_metrics, summary, without_wall_clock
 
 
@@ -25,6 +26,20 @@ def test_a_resume_drops_lines_it_will_repeat_and_a_line_cut_short(tmp_path):
     with MetricsWriter(tmp_path, resumed_update=2) as writer:
         writer.write(3, {"a": 30.0})
     assert [line["a"] for line in read_metrics(tmp_path)] == [0.0, 1.0, 2.0, 30.0]
+
+
+@pytest.mark.parametrize("line", ["{broken", "[1]", '{"a": 1}', "\0\0", '{"update": "x"}', "\udcff"])
+def test_a_damaged_line_is_named_and_without_it_the_run_goes_on(tmp_path, line):
+    file = tmp_path / "metrics.jsonl"
+    file.write_bytes(f'{{"update": 0}}\n{line}\n{{"update": 2}}\n'.encode(errors="surrogateescape"))
+    with pytest.raises(InputError, match=r"metrics\.jsonl:2=.*delete the line"):
+        MetricsWriter(tmp_path, resumed_update=1)
+    with pytest.raises(InputError, match=r"metrics\.jsonl:2="):
+        read_metrics(tmp_path)
+    lines = file.read_bytes().splitlines(keepends=True)
+    file.write_bytes(lines[0] + lines[2])
+    MetricsWriter(tmp_path, resumed_update=1).close()
+    assert read_metrics(tmp_path) == [{"update": 0}]
 
 
 def test_a_run_that_starts_afresh_keeps_no_old_line(tmp_path):

@@ -18,10 +18,12 @@ def test_the_papers_presets_hold_table_a1(name):
     assert g.kl_coefficient == 0.001
     assert config.kv == KVConfig("kv4rl", sink_tokens=16, recent_tokens=128)
     assert (config.tensor_parallel, config.memory) == (2, "phased")
+    assert config.evaluate_sets == ("math500", "aime24", "aime25")  # Table A2, "periodic"
 
 
 def test_pages_and_length_of_the_papers_runs():
-    assert (preset("qwen3_4b").rollout.cache_pages, preset("qwen3_8b").rollout.cache_pages) == (83022, 79639)
+    """§B.6: each configuration keeps the pool that its precision's pages fill."""
+    assert preset("qwen3_4b").rollout.cache_pages == preset("qwen3_8b").rollout.cache_pages == 0
     assert (preset("qwen3_4b").updates, preset("qwen3_8b").updates) == (600, 400)
 
 
@@ -49,6 +51,51 @@ def test_every_field_has_a_flag_that_reaches_it():
     assert parse_config([]) == preset("mini")
 
 
+TOML = """preset = "smoke"
+updates = 7
+[kv]
+precision = "kv8"
+[grpo]
+betas = [0.8, 0.95]
+learning_rate = 1
+"""
+JSON = '{"preset": "smoke", "updates": 7, "kv.precision": "kv8", "grpo": {"betas": [0.8, 0.95], "learning_rate": 1}}'
+
+
+@pytest.mark.parametrize(("name", "text"), [("own.toml", TOML), ("own.json", JSON)])
+def test_every_field_can_stand_in_a_file_and_flags_win_over_it(tmp_path, name, text):
+    file = tmp_path / name
+    file.write_text(text)
+    words = "--preset smoke --updates 7 --kv.precision kv8 --grpo.betas 0.8 0.95 --grpo.learning_rate 1".split()
+    assert parse_config(["--config", str(file)]) == parse_config(words)
+    other = parse_config(["--config", str(file), "--preset", "mini", "--kv.precision", "bf16"])
+    assert other == parse_config([*words, "--preset", "mini", "--kv.precision", "bf16"])
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "sentence"),
+    [
+        ("own.toml", "[kv]\nprecison = 'kv8'", "own.toml='kv.precison': expected kv.precision?"),
+        ("own.json", '{"kv": "kv8"}', "own.json='kv': expected a field that --help lists"),
+        ("own.json", '{"updates": "many"}', "updates='many': expected an integer >= 1"),
+        ("own.json", '{"preset": "huge"}', "preset='huge': expected one of"),
+        ("own.json", '{"preset": [1]}', "preset=[1]: expected one of"),
+        ("own.json", "[1]", "expected an object of settings by name"),
+        ("own.json", "{", "own.json': expected a JSON file"),
+        ("own.toml", "a = ", "own.toml': expected a TOML file"),
+        ("own.yaml", "", "expected a name that ends in .json or .toml"),
+    ],
+)
+def test_a_wrong_file_says_what_would_be_right(tmp_path, capsys, name, text, sentence):
+    (tmp_path / name).write_text(text)
+    with pytest.raises(SystemExit, match="2"):
+        parse_config(["--config", str(tmp_path / name)])
+    assert sentence in capsys.readouterr().err
+    with pytest.raises(SystemExit, match="2"):
+        parse_config(["--config", str(tmp_path / "nowhere.json")])
+    assert "nowhere.json': expected a JSON file" in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_preset_without_flags_is_itself(name):
     assert parse_config(["--preset", name]) == PRESETS[name]
@@ -72,6 +119,11 @@ def test_a_wrong_flag_or_value_says_what_would_be_right(arguments, sentence, cap
         parse_config(arguments.split())
     assert ending.value.code == 2
     assert sentence in capsys.readouterr().err
+
+
+def test_sets_to_evaluate_are_any_number_of_words():
+    assert parse_config("--preset qwen3_4b --evaluate_sets".split()).evaluate_sets == ()
+    assert parse_config("--evaluate_sets math500 aime24=a.jsonl".split()).evaluate_sets == ("math500", "aime24=a.jsonl")
 
 
 def test_help_shows_each_field_with_its_row_of_table_a1(capsys):

@@ -1,6 +1,7 @@
 import json
 import math
 import shutil
+import sys
 from dataclasses import replace
 
 import pytest
@@ -11,6 +12,7 @@ from kv4rl.checkpoint import list_checkpoints, load_checkpoint
 from kv4rl.grpo.packing import pack
 from kv4rl.metrics import MetricsWriter, read_metrics, without_wall_clock
 from kv4rl.model.weights import load_decoder
+from kv4rl.presets import preset
 from kv4rl.train import Trainer, train
 
 
@@ -159,6 +161,31 @@ def test_a_jsonl_file_trains_without_evaluation_unless_one_is_held_out(parity_gr
     held_out = tiny_tasks.with_suffix(".evaluation.jsonl")
     held_out.write_text(tiny_tasks.read_text())
     assert "val/avg_at_k" in train(replace(config, updates=2)).metrics[-1]
+
+
+def test_benchmark_sets_are_evaluated_on_the_way_with_a_name_of_their_own(parity_grader, tiny_config, tiny_tasks):
+    problems = [{"prompt": f"n={i}+{i}=", "answer": 2 * i} for i in range(3)]
+    own, math = tiny_tasks.with_name("own.jsonl"), tiny_tasks.with_name("m.jsonl")
+    for file in (own, math):
+        file.write_text("\n".join(map(json.dumps, problems)))
+    config = tiny_config(
+        tasks=str(tiny_tasks), updates=2, evaluate_every=1, evaluate_sets=(f"math500={math}", str(own))
+    )
+    lines = train(config).metrics
+    for line in lines:
+        assert 0 <= line["val/math500/avg_at_k"] <= line["val/math500/pass_at_k"] <= 1
+        assert line["val/own/avg_at_k"] >= 0 and "val/avg_at_k" not in line
+    tiny_tasks.with_suffix(".evaluation.jsonl").write_text(tiny_tasks.read_text())
+    assert "val/avg_at_k" in train(replace(config, updates=3)).metrics[-1]
+
+
+def test_a_set_that_the_hub_does_not_deliver_is_refused_naming_the_file_that_would_do(
+    parity_grader, tiny_config, monkeypatch
+):
+    monkeypatch.setattr("kv4rl.trainer.load_decoder", None)  # nothing is loaded before
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(ValueError, match="or pass --evaluate_sets math500=FILE with a local"):
+        train(tiny_config(evaluate_sets=preset("qwen3_4b").evaluate_sets))
 
 
 def test_tasks_without_a_gradable_answer_are_counted_named_and_left_out(parity_grader, tiny_config, tiny_tasks):
