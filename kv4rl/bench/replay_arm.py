@@ -16,6 +16,7 @@ from kv4rl.engine.flashinfer import FlashInferBackend
 from kv4rl.engine.graphs import StepGraphs, capturable
 from kv4rl.engine.page_table import PageTable
 from kv4rl.engine.sampler import NoiseKeys, Sampling
+from kv4rl.engine.transfer import wait_for
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.tensor_parallel import ShardedDecoder
 
@@ -52,7 +53,7 @@ class Replay:
     """The decode step of one arm over enough pages for the largest of `states`, all of them holding random K/V."""
 
     def __init__(self, arm: str, decoder: Decoder, states: Sequence[State], *, seed: int = 0):
-        self.arm, self.decoder = arm, decoder
+        self.arm, self.decoder, self._communicator = arm, decoder, getattr(decoder, "communicator", None)
         slots = max(len(state.contexts) for state in states)
         pages = max(sum(map(pages_for, state.contexts)) for state in states)
         kv = KVConfig("kv4") if arm in BF16_PROTECTED else ARMS[arm]
@@ -90,7 +91,7 @@ class Replay:
         start.record()
         self._runner.run(size, GREEDY)
         stop.record()
-        stop.synchronize()
+        wait_for(stop, self._communicator)
         return start.elapsed_time(stop)
 
     def _table(self, state: State) -> PageTable:

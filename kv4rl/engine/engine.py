@@ -85,6 +85,7 @@ class RolloutEngine(BatchingEngine):
         require_protected_fits(kv, decoder.config.max_positions)
         decoder.prepare_inference()
         self.decoder = decoder
+        self._communicator = getattr(decoder, "communicator", None)
         self.rollout = rollout
         self.eos_token_ids = tuple(eos_token_ids)
         slots = rollout.max_active_requests
@@ -235,7 +236,7 @@ class RolloutEngine(BatchingEngine):
         self._device_ms = None
         if not plan.sampled:  # chunks of unfinished prefills: nothing to wait for
             return [], []
-        tokens, logp = download.wait()
+        tokens, logp = download.wait(self._communicator)
         self._device_ms = clock.elapsed_ms()
         if not np.isfinite(logp).all():
             self._require_finite(plan, logp.tolist())
