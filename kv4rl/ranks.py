@@ -1,6 +1,8 @@
 """The processes of one run: a single one, or those that torchrun started, one for each rollout replica."""
 
 import os
+import sys
+import traceback
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -14,10 +16,10 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from kv4rl.config import require
 from kv4rl.device import choose_device
 from kv4rl.grpo.ranks import all_ranks
-from kv4rl.model.communicator import Communicator, init_mesh, make_communicator
+from kv4rl.model.communicator import Communicator, PeerLost, init_mesh, make_communicator
 
 Item = TypeVar("Item")
-PATIENCE = timedelta(minutes=30)  # how long a rank waits for another: a collection interval can differ by minutes
+PATIENCE = timedelta(minutes=30)  # a rank for another replica's: a collection interval can differ by minutes
 
 
 @dataclass(frozen=True)
@@ -71,6 +73,20 @@ class Replica:
 
 
 @contextmanager
+def leaving_lost_peers() -> Iterator[None]:
+    """End this process at once where a peer is lost: an orderly end would wait for the kernel that never ends.
+
+    torchrun then ends the other ranks.
+    """
+    try:
+        yield
+    except PeerLost:
+        traceback.print_exc()
+        sys.stderr.flush()
+        os._exit(1)
+
+
+@contextmanager
 def connect(device: str) -> Iterator[Ranks]:
     """Join the processes that torchrun's environment describes, each on its own GPU; without one, a process alone.
 
@@ -90,6 +106,7 @@ def connect(device: str) -> Iterator[Ranks]:
     dist.init_process_group("nccl" if chosen.type == "cuda" else "gloo", timeout=PATIENCE)
     try:
         mesh = init_device_mesh(chosen.type, (dist.get_world_size(),))
-        yield Ranks(chosen, dist.get_rank(), mesh if mesh.size() > 1 else None)
+        with leaving_lost_peers():
+            yield Ranks(chosen, dist.get_rank(), mesh if mesh.size() > 1 else None)
     finally:
         dist.destroy_process_group()

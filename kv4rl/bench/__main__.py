@@ -4,6 +4,10 @@ import argparse
 import importlib
 import sys
 
+from kv4rl.cli import one_sentence
+from kv4rl.engine.memory import PlanTooLarge
+from kv4rl.ranks import leaving_lost_peers
+
 BENCHES = {  # name -> module with main(arguments)
     "kernels": "kv4rl.bench.kernels",
     "overhead": "kv4rl.bench.overhead",
@@ -21,7 +25,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kv4rl.bench", description=__doc__)
     parser.add_argument("bench", choices=tuple(BENCHES))
     name = parser.parse_args(arguments[:1]).bench
-    importlib.import_module(BENCHES[name]).main(arguments[1:])
+    with leaving_lost_peers(), one_sentence(f"kv4rl.bench {name}", kinds=(PlanTooLarge,), status=1):
+        importlib.import_module(BENCHES[name]).main(arguments[1:])
 
 
 if __name__ == "__main__":

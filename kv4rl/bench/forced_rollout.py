@@ -3,16 +3,22 @@
 import argparse
 from dataclasses import replace
 
-from kv4rl.config import RolloutConfig, require, require_integer
+from kv4rl.bench.refusals import MOST_AT_ONCE, require_counts, require_writable
+from kv4rl.config import LARGEST, RolloutConfig, require, require_integer, require_number
 from kv4rl.rollout.fits import fit
 from kv4rl.rollout.forced import shrunk
 from kv4rl.rollout.workload import Workload
 
 
-def require_counts(options: argparse.Namespace, **least: int) -> None:
-    """Raise `InputError` unless each option named is an integer of at least what is given for it."""
-    for name, number in least.items():
-        require_integer(getattr(options, name), name.replace("_", "-"), number)
+def require_flags(options: argparse.Namespace) -> None:
+    """Raise `InputError`, before any model is made, for flags that no model and no machine could serve."""
+    require_counts(options, tp=1, warmup=0, groups=1, siblings=1, slots=1, step_tokens=1, workspace_tokens=1)
+    require_integer(options.seed, "seed", 0)
+    require_number(options.shrink, "shrink", 1, MOST_AT_ONCE)
+    require_number(options.hbm_gb, "hbm-gb", 0, LARGEST, open_low=True)
+    responses = options.groups * options.siblings
+    require(responses <= MOST_AT_ONCE, "groups x siblings", responses, f"at most {MOST_AT_ONCE} responses an interval")
+    require_writable(options.out)
 
 
 def forced_rollout(options: argparse.Namespace, name: str, positions: int) -> tuple[Workload, RolloutConfig]:

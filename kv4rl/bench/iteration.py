@@ -27,13 +27,14 @@ from statistics import fmean
 import torch
 
 from kv4rl.bench.carried import dealt, simulated_state
-from kv4rl.bench.forced_rollout import forced_rollout, require_counts
+from kv4rl.bench.forced_rollout import forced_rollout, require_flags
 from kv4rl.bench.learner_load import dense_flops_per_s, input_tokens, multiplied_parameters, reward, synthetic_groups
+from kv4rl.bench.refusals import require_counts, require_flashinfer
+from kv4rl.cache.memory_plan import HBMPlan
 from kv4rl.checkpoint import BackgroundSave, Checkpoint
 from kv4rl.cli import one_sentence
-from kv4rl.config import LARGEST, PRECISIONS, GRPOConfig, KVConfig, RolloutConfig, require, require_number
+from kv4rl.config import PRECISIONS, GRPOConfig, KVConfig, RolloutConfig, require
 from kv4rl.engine.engine import RolloutEngine
-from kv4rl.engine.flashinfer import FlashInferBackend
 from kv4rl.engine.memory import plan_engine, within
 from kv4rl.grpo.batch_metrics import max_over_ranks
 from kv4rl.grpo.host_memory import HostMemory
@@ -87,6 +88,12 @@ class Bench:
         if self.ranks.leads:
             print(f"[{time.perf_counter() - self.started:7.1f} s] {text}", flush=True)
 
+    def plan(self, precision: str) -> HBMPlan:
+        """The engine's memory. Raises `ValueError`, item by item, where the budget is too small."""
+        flashinfer = precision == "bf16" and self.decoder.device.type == "cuda"
+        budget = int(self.options.hbm_gb * 1e9)
+        return plan_engine(self.decoder, KVConfig(precision), self.rollout, budget, flashinfer=flashinfer)
+
     def gathered(self, items: list) -> list:
         """What the replicas hold, on all ranks."""
         return [item for share in self.ranks.gather(items if self.replica.leads else []) for item in share]
@@ -94,8 +101,6 @@ class Bench:
 
 def make(options: argparse.Namespace, ranks: Ranks, name: str) -> Bench:
     """Everything but the engine. Raises `ValueError` where ranks, lengths and positions do not fit together."""
-    share = options.learner_share
-    require(0 < share <= 1, "learner-share", share, "a number > 0 and <= 1")
     started, replica, dense = time.perf_counter(), ranks.replica(options.tp), dense_flops_per_s(ranks.device)
     decoder = random_model(options.model, dtype=torch.float32, device=ranks.device)
     workload, rollout = forced_rollout(options, name, decoder.config.max_positions)
@@ -107,6 +112,8 @@ def make(options: argparse.Namespace, ranks: Ranks, name: str) -> Bench:
     bench = Bench(
         options, ranks, replica, workload, rollout, learner, rollout_decoder, phases, parameters, dense, started=started
     )
+    for precision in options.precisions if rollout_decoder is not None else ():
+        bench.plan(precision)
     bench.say(
         f"card: {options.model} tp{options.tp}, random weights, {parameters / 1e9:.3g}B multiplied, "
         f"{ranks.size} x {dense / 1e12:.4g} dense TFLOP/s, T={options.groups} a replica: built"
@@ -127,16 +134,15 @@ def make_engine(bench: Bench, precision: str) -> RolloutEngine | None:
         return None
     bench.phases.enter("collect")
     bench.say("the learner is away")
-    kv, rollout = KVConfig(precision), bench.rollout
-    plan = plan_engine(bench.decoder, kv, rollout, int(bench.options.hbm_gb * 1e9))
-    rollout = within(plan, rollout)
+    rollout = within(bench.plan(precision), bench.rollout)
     if not {"rollout", "switch"} & set(bench.options.parts):
         rollout = replace(rollout, cache_pages=1)  # a sync needs none
     engine = RolloutEngine(
-        bench.decoder, kv, rollout, eos_token_ids=(EOS,), forced_lengths=bench.workload, memory=bench.phases.memory()
-    )
-    if precision == "bf16" and engine.cache.backend.name == "cuda":
-        engine.cache.backend = FlashInferBackend(engine.cache)
+        bench.decoder, KVConfig(precision), rollout, eos_token_ids=(EOS,), forced_lengths=bench.workload,
+        memory=bench.phases.memory(),
+    )  # fmt: skip
+    if precision == "bf16" and bench.decoder.device.type == "cuda":
+        engine.use_flashinfer()
     bench.phases.attach(engine)
     engine.policy_version = bench.version
     if "rollout" in bench.options.parts:
@@ -328,8 +334,10 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     add("--out", default="iteration.csv", help="CSV under data/results, or an absolute path")
     options = parser.parse_args(arguments)
     with one_sentence("kv4rl.bench iteration"):
-        require_counts(options, tp=1, tokens=1, microbatch_tokens=1, iterations=1, warmup=0, seed=0)
-        require_number(options.hbm_gb, "hbm-gb", 0, LARGEST, open_low=True)
+        require_counts(options, tokens=1, microbatch_tokens=1, iterations=1)
+        require_flags(options)
+        share = options.learner_share
+        require(0 < share <= 1, "learner-share", share, "a number > 0 and <= 1")
     return options
 
 
@@ -362,6 +370,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     with ExitStack() as stack:
         with one_sentence("kv4rl.bench iteration"):
             ranks = stack.enter_context(connect(options.device))
+            if NEED_ENGINE & set(options.parts):
+                require_flashinfer({"bf16"} & set(options.precisions), ranks.device.type)
         for name in options.fits:
             with one_sentence("kv4rl.bench iteration"):
                 bench = make(options, ranks, name)

@@ -19,6 +19,7 @@ from time import perf_counter
 import torch
 import torch.distributed as dist
 
+from kv4rl.bench.refusals import require_counts, require_flashinfer, require_ranks, require_writable
 from kv4rl.bench.replay_arm import Replay
 from kv4rl.bench.replay_states import State, parse_shapes
 from kv4rl.cache.main_cache import pages_for
@@ -26,29 +27,42 @@ from kv4rl.cli import one_sentence
 from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig, require
 from kv4rl.device import choose_device
 from kv4rl.engine.engine import RolloutEngine
-from kv4rl.engine.flashinfer import FlashInferBackend
 from kv4rl.engine.request import Request
 from kv4rl.model.communicator import init_mesh, make_communicator
 from kv4rl.model.decoder import Decoder
-from kv4rl.model.shapes import SHAPES, random_model
+from kv4rl.model.shapes import SHAPES, random_model, shape_config
 from kv4rl.results import result_row, write_rows
 
 WARMUPS = 8  # decode steps before those timed
 
 
-def make_engine(decoder: Decoder, precision: str, batch: int, context: int, options: argparse.Namespace):
-    """An engine with room for `batch` requests of `context` prompt tokens and all that they decode meanwhile."""
+def limits(batch: int, context: int, options: argparse.Namespace) -> RolloutConfig:
+    """Room for `batch` requests of `context` prompt tokens and all that they decode meanwhile."""
     budget = max(options.step_tokens, 2 * batch)
     prefill_steps = -(-batch * context // (budget - batch)) + 2  # the first request decodes in nearly all of them
     cap = prefill_steps + 2 * (options.steps + WARMUPS) + 2
-    rollout = RolloutConfig(
+    return RolloutConfig(
         max_active_requests=batch, step_tokens=budget, workspace_tokens=max(4 * budget, context + cap),
         cache_pages=batch * (pages_for(context + cap) + 1), max_prompt_tokens=context, max_response_tokens=cap,
     )  # fmt: skip
+
+
+def require_positions(options: argparse.Namespace) -> None:
+    """Raise `InputError` where a shape's requests are longer than the model's positions allow."""
+    positions = shape_config(options.model).max_positions
+    for shape, (batch, context) in zip(options.shapes, options.pairs, strict=True):
+        longest = context + limits(batch, context, options).max_response_tokens
+        expected = f"at most {positions} positions, the model's; with what is decoded it needs {longest}"
+        require(longest <= positions, "shapes", shape, expected)
+
+
+def make_engine(decoder: Decoder, precision: str, batch: int, context: int, options: argparse.Namespace):
+    """An engine with all requests of a shape queued."""
+    rollout = limits(batch, context, options)
     engine = RolloutEngine(decoder, KVConfig(precision), rollout, eos_token_ids=())
-    if precision == "bf16" and engine.cache.backend.name == "cuda":
-        engine.cache.backend = FlashInferBackend(engine.cache)
-    vocabulary = decoder.config.vocab_size
+    if precision == "bf16" and decoder.device.type == "cuda":
+        engine.use_flashinfer()
+    vocabulary, cap = decoder.config.vocab_size, rollout.max_response_tokens
     for i in range(batch):
         engine.add(Request(f"p{i}", 0, [(7 * i + j) % vocabulary for j in range(context)], cap, (), (i,)))
     return engine
@@ -125,17 +139,20 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", default="rollout.csv", help="CSV under data/results, or an absolute path")
     options = parser.parse_args(arguments)
     with one_sentence("kv4rl.bench overhead"):
-        require(options.tp >= 1, "tp", options.tp, "an integer >= 1")
+        require_counts(options, tp=1, steps=2, step_tokens=1)
+        require_ranks(options.tp)
         choose_device(options.device)
-        require(options.steps >= 2, "steps", options.steps, "an integer >= 2")
         options.pairs = parse_shapes(options.shapes)
+        require_flashinfer({"bf16"} & set(options.precisions), options.device)
+        require_writable(options.out)
     return options
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
     options, communicator = parse(arguments), None
-    if options.tp > 1:
-        with one_sentence("kv4rl.bench overhead"):
+    with one_sentence("kv4rl.bench overhead"):
+        require_positions(options)
+        if options.tp > 1:
             communicator = make_communicator(init_mesh(options.tp, options.device))
     first = communicator is None or communicator.rank == 0
     with one_sentence("kv4rl.bench overhead"):

@@ -20,13 +20,14 @@ from collections.abc import Iterable, Sequence
 import torch
 import torch.distributed as dist
 
-from kv4rl.bench.replay_arm import ARMS, BF16_PROTECTED, WINDOWS, Replay
+from kv4rl.bench.refusals import require_counts, require_flashinfer, require_ranks, require_writable
+from kv4rl.bench.replay_arm import ARMS, NEED_CUDA, WINDOWS, Replay, arm_side_bytes, baseline
 from kv4rl.bench.replay_states import State, aggregate, heterogeneous, parse_shapes, ragged_aggregate, table_a3, uniform
-from kv4rl.bench.weight_arms import PRODUCTS, quantised_weights
+from kv4rl.bench.weight_arms import KERNELS, PRODUCTS, quantised_weights
 from kv4rl.cache.main_cache import pages_for
-from kv4rl.cache.memory_plan import page_bytes, side_bytes
+from kv4rl.cache.memory_plan import page_bytes
 from kv4rl.cli import one_sentence
-from kv4rl.config import LARGEST, require, require_integer, require_number
+from kv4rl.config import LARGEST, require, require_number
 from kv4rl.device import choose_device
 from kv4rl.model.communicator import init_mesh, make_communicator
 from kv4rl.model.decoder import Decoder
@@ -34,7 +35,7 @@ from kv4rl.model.shapes import SHAPES, random_model
 from kv4rl.results import result_row, write_rows
 
 TABLE_ARMS = ("bf16", "kv8", "kv4", "kv4rl", "fp8_kv", "w8a8", "w4a16", "bf16_repeat")
-RAGGED_ARMS = ("bf16", "kv8", "kv4", *(f"kv4rl_w{window}" for window in WINDOWS), "kv4rl", "kv4rl_bf16")
+RAGGED_ARMS = ("bf16", "kv8", "kv4", *(f"kv4rl_w{window}" for window in WINDOWS), "kv4rl", "kv4rl_bf16", "bf16_repeat")
 CPU_ARMS = ("bf16", "kv8", "kv4", "kv4rl")
 WORKSPACE_BYTES = 6e9  # logits, activations, FlashInfer's workspace, graphs
 
@@ -48,7 +49,7 @@ def fitting(decoder: Decoder, arm: str, states: Iterable[State], hbm_bytes: floa
     fits = []
     for state in states:
         pages = sum(map(pages_for, state.contexts))
-        side = side_bytes(kv, shape, len(state.contexts)) * (2 if arm in BF16_PROTECTED else 1)
+        side = arm_side_bytes(arm, shape, len(state.contexts))
         if pages * page_bytes(kv, shape) + side <= left:
             fits.append(state)
     return fits
@@ -128,6 +129,20 @@ def arms_of(options: argparse.Namespace, state: State, device: str) -> Sequence[
     return RAGGED_ARMS if state.group.startswith("ragged") else TABLE_ARMS
 
 
+def require_arms(options: argparse.Namespace) -> None:
+    """Raise `InputError` for an arm that this machine cannot run: nothing is measured in its place."""
+    arms = list(dict.fromkeys(arm for state in states_of(options) for arm in arms_of(options, state, options.device)))
+    impossible = [arm for arm in arms if arm in NEED_CUDA and options.device != "cuda"]
+    require(not impossible, "arms", impossible, f"some of {', '.join(a for a in ARMS if a not in NEED_CUDA)} on a CPU")
+    require_flashinfer((arm for arm in arms if baseline(arm, options.device)), options.device)
+
+
+def runs_on(arm: str, device: str) -> str:
+    """What decodes an arm's cache, and what multiplies where that is not the model's own product."""
+    cache = "FlashInfer fa2" if baseline(arm, device) else "our kernels" if device == "cuda" else "the reference"
+    return f"{arm}: {cache}" + (f", {KERNELS[arm]}" if arm in KERNELS else "")
+
+
 def require_one_fits(options: argparse.Namespace, decoder: Decoder) -> None:
     """Raise `InputError` if no arm could run any state."""
     states, size = states_of(options), sum(parameter.nbytes for parameter in decoder.parameters())
@@ -142,6 +157,7 @@ def run(options: argparse.Namespace, decoder: Decoder, say, keep) -> Times:
     the groups whose states all fitted in every arm so far."""
     states, times, partial = states_of(options), {}, set()
     arms = dict.fromkeys(arm for state in states for arm in arms_of(options, state, options.device))
+    say("card: " + "; ".join(runs_on(arm, options.device) for arm in arms))
     for arm in arms:
         asked = [state for state in states if arm in arms_of(options, state, options.device)]
         chosen = fitting(decoder, arm, asked, options.hbm_gb * 1e9)
@@ -178,25 +194,26 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", default="replay.csv", help="CSV under data/results, or an absolute path")
     options = parser.parse_args(arguments)
     with one_sentence("kv4rl.bench replay"):
-        for name, number in (("tp", 1), ("blocks", 1), ("warmups", 0)):
-            require_integer(getattr(options, name), name, number)
+        require_counts(options, tp=1, blocks=1, warmups=0, samples=1)
+        require_ranks(options.tp)
         require_number(options.hbm_gb, "hbm-gb", 0, LARGEST, open_low=True)
         choose_device(options.device)
-        least = f"at least one a block ({options.blocks})"
-        require(options.samples >= options.blocks, "samples", options.samples, least)
+        whole = options.samples % options.blocks == 0
+        require(whole, "samples", options.samples, f"at least one a block ({options.blocks}), as many in each")
+        require_writable(options.out)
     return options
 
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
     communicator = None
-    if options.tp > 1:
-        with one_sentence("kv4rl.bench replay"):
+    with one_sentence("kv4rl.bench replay"):
+        require_arms(options)
+        if options.tp > 1:
             communicator = make_communicator(init_mesh(options.tp, options.device))
     first = communicator is None or communicator.rank == 0
     say = (lambda text: print(text, flush=True)) if first else (lambda text: None)
     with one_sentence("kv4rl.bench replay"):
-        states_of(options)
         decoder = random_model(options.model, device=options.device, communicator=communicator)
         require_one_fits(options, decoder)
     say(f"card: {options.model} tp{options.tp}, random weights at the true shape, {options.samples} samples a state")

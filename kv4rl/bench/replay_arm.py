@@ -1,6 +1,7 @@
 """One arm of the replay: a cache of random content, the engine's own decode step, and its time at each state (§B.4)."""
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager
 from time import perf_counter
 
 import numpy as np
@@ -8,14 +9,18 @@ import torch
 
 from kv4rl.bench.bf16_protected import Bf16Protected
 from kv4rl.bench.replay_states import State
-from kv4rl.cache.kv_cache import KVCache, TokenSlots
+from kv4rl.bench.weight_arms import PRODUCTS
+from kv4rl.cache.kv_cache import CacheShape, KVCache, TokenSlots
 from kv4rl.cache.main_cache import pages_for
-from kv4rl.config import PAGE_TOKENS, KVConfig
+from kv4rl.cache.memory_plan import page_bytes, side_bytes
+from kv4rl.config import PAGE_TOKENS, KVConfig, require
 from kv4rl.engine.decode_step import DecodeStep
 from kv4rl.engine.flashinfer import FlashInferBackend
 from kv4rl.engine.graphs import StepGraphs, capturable
+from kv4rl.engine.memory import naming_items
 from kv4rl.engine.page_table import PageTable
 from kv4rl.engine.sampler import NoiseKeys, Sampling
+from kv4rl.engine.transfer import wait_for
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.tensor_parallel import ShardedDecoder
 
@@ -30,7 +35,18 @@ ARMS = {  # arm -> cache format
 }  # fmt: skip
 BF16_PROTECTED = ("kv4rl_bf16",)  # the same positions in BF16 pages (bench/bf16_protected.py)
 OURS = ("bf16_ours",)  # unquantised through our own kernel; the other BF16 caches through FlashInfer where it runs
+NEED_CUDA = ("fp8_kv", *PRODUCTS)  # FlashInfer, and products that torch has for CUDA
 FILL = 1 << 16  # positions written at once
+
+
+def baseline(arm: str, device_type: str) -> bool:
+    """Whether FlashInfer decodes the arm's cache: on CUDA whatever is unquantised and not `OURS`, and FP8 pages."""
+    return device_type == "cuda" and arm not in OURS and (arm == "fp8_kv" or ARMS[arm].precision == "bf16")
+
+
+def arm_side_bytes(arm: str, shape: CacheShape, slots: int) -> int:
+    """Bytes of the protected positions: the side buffer's, or the BF16 pages' in its place."""
+    return side_bytes(ARMS[arm], shape, slots) * (2 if arm in BF16_PROTECTED else 1)
 
 
 def argmax(decoder: Decoder):
@@ -52,12 +68,25 @@ class Replay:
     """The decode step of one arm over enough pages for the largest of `states`, all of them holding random K/V."""
 
     def __init__(self, arm: str, decoder: Decoder, states: Sequence[State], *, seed: int = 0):
-        self.arm, self.decoder = arm, decoder
+        self.arm, self.decoder, self._communicator = arm, decoder, getattr(decoder, "communicator", None)
         slots = max(len(state.contexts) for state in states)
         pages = max(sum(map(pages_for, state.contexts)) for state in states)
-        kv = KVConfig("kv4") if arm in BF16_PROTECTED else ARMS[arm]
+        kv, shape = KVConfig("kv4") if arm in BF16_PROTECTED else ARMS[arm], decoder.cache_shape()
+        require(arm not in NEED_CUDA or decoder.device.type == "cuda", "arm", arm, f"another on {decoder.device}")
+        self._planned = lambda: {
+            "model": sum(parameter.nbytes for parameter in decoder.parameters()),
+            f"{pages} pages": pages * page_bytes(kv, shape), "protected": arm_side_bytes(arm, shape, slots),
+        }  # fmt: skip
+        with self._naming_the_plan():
+            self.step = self._build(kv, states, pages, slots, seed)
+        self._runner = StepGraphs(self.step) if capturable(self.cache) else self.step
+        self._order = np.random.default_rng(seed).permutation(pages)  # a used pool is not in order
+
+    def _build(self, kv: KVConfig, states: Sequence[State], pages: int, slots: int, seed: int) -> DecodeStep:
+        """The filled cache and the step over it: all the memory that is allocated before the first run."""
+        arm, decoder = self.arm, self.decoder
         self.cache = KVCache(kv, decoder.cache_shape(), num_pages=pages, num_slots=slots, device=decoder.device)
-        if self.cache.backend.name == "cuda" and arm not in OURS and (arm == "fp8_kv" or ARMS[arm].precision == "bf16"):
+        if baseline(arm, decoder.device.type):
             self.cache.backend = FlashInferBackend(self.cache, fp8=arm == "fp8_kv")
         generator = torch.Generator(decoder.device).manual_seed(seed)
         fill(self.cache, generator)
@@ -67,9 +96,7 @@ class Replay:
         longest = max(pages_for(max(state.contexts)) for state in states)
         sizes = sorted({len(state.contexts) for state in states})
         decoder.prepare_inference()
-        self.step = DecodeStep(decoder, self.cache, max_pages=longest, buckets=sizes, sampler=argmax(decoder))
-        self._runner = StepGraphs(self.step) if capturable(self.cache) else self.step
-        self._order = np.random.default_rng(seed).permutation(pages)  # a used pool is not in order
+        return DecodeStep(decoder, self.cache, max_pages=longest, buckets=sizes, sampler=argmax(decoder))
 
     @torch.inference_mode()
     def time(self, state: State, samples: int, warmups: int) -> list[float]:
@@ -77,9 +104,14 @@ class Replay:
         table = self._table(state)
         slots, none = np.arange(len(state.contexts)), np.zeros(self.cache.num_slots, dtype=np.int64)
         size = self.step.load(table, slots, none, none)
-        for _ in range(max(1, warmups)):
-            self._runner.run(size, GREEDY)
+        with self._naming_the_plan():  # the first run captures
+            for _ in range(max(1, warmups)):
+                self._runner.run(size, GREEDY)
         return [self._once(size) for _ in range(samples)]
+
+    def _naming_the_plan(self) -> AbstractContextManager[None]:
+        remedy = "lower --hbm-gb, so that the states which do not fit are left out"
+        return naming_items(f"the {self.arm} replay", self._planned, self.decoder.device, remedy)
 
     def _once(self, size) -> float:
         if self.cache.device.type != "cuda":
@@ -90,7 +122,7 @@ class Replay:
         start.record()
         self._runner.run(size, GREEDY)
         stop.record()
-        stop.synchronize()
+        wait_for(stop, self._communicator)
         return start.elapsed_time(stop)
 
     def _table(self, state: State) -> PageTable:

@@ -5,10 +5,13 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from kv4rl.bench.refusals import MOST_AT_ONCE
 from kv4rl.config import require
 from kv4rl.paper import REPLAY_SHAPES
 from kv4rl.rollout.fits import PROMPTS, fit
 from kv4rl.theory.lengths import LengthDistribution
+
+MOST_TOKENS = 1 << 30  # of a context
 
 
 @dataclass(frozen=True)
@@ -29,7 +32,10 @@ def parse_shapes(shapes: Sequence[str]) -> list[tuple[int, int]]:
     pairs = [shape.split("x") for shape in shapes]
     ok = all(len(pair) == 2 and all(part.isdecimal() and int(part) > 0 for part in pair) for pair in pairs)
     require(ok, "shapes", list(shapes), "batch x context, e.g. 640x874")
-    return [(int(batch), int(context)) for batch, context in pairs]
+    found = [(int(batch), int(context)) for batch, context in pairs]
+    small = all(batch <= MOST_AT_ONCE and context <= MOST_TOKENS for batch, context in found)
+    require(small, "shapes", list(shapes), f"batches of at most {MOST_AT_ONCE}, contexts of at most {MOST_TOKENS}")
+    return found
 
 
 def uniform(group: str, batch: int, context: int) -> State:

@@ -27,12 +27,13 @@ import numpy as np
 import torch
 
 from kv4rl.bench.carried import dealt, simulated_state
-from kv4rl.bench.forced_rollout import forced_rollout, require_counts
+from kv4rl.bench.forced_rollout import forced_rollout, require_flags
 from kv4rl.bench.outcome import Outcome, gains, over_replicas, rows, table
+from kv4rl.bench.refusals import require_counts, require_flashinfer
+from kv4rl.cache.memory_plan import HBMPlan
 from kv4rl.cli import one_sentence
-from kv4rl.config import LARGEST, PAGE_TOKENS, PRECISIONS, KVConfig, RolloutConfig, require_number
+from kv4rl.config import PAGE_TOKENS, PRECISIONS, KVConfig, RolloutConfig
 from kv4rl.engine.engine import RolloutEngine
-from kv4rl.engine.flashinfer import FlashInferBackend
 from kv4rl.engine.memory import plan_engine
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.shapes import SHAPES, random_model
@@ -85,7 +86,11 @@ class Setting:
 
     def pages(self, precision: str) -> int:
         """What the budget buys a format. Raises `ValueError`, item by item, if it buys none."""
-        return plan_engine(self.decoder, KVConfig(precision), self.rollout, self.budget_bytes).cache.pages
+        return self.plan(precision).cache.pages
+
+    def plan(self, precision: str) -> HBMPlan:
+        flashinfer = precision == "bf16" and self.decoder.device.type == "cuda"
+        return plan_engine(self.decoder, KVConfig(precision), self.rollout, self.budget_bytes, flashinfer=flashinfer)
 
 
 def run(setting: Setting, collector: str, precision: str, pages: int) -> Outcome:
@@ -152,8 +157,8 @@ def _engine(setting: Setting, precision: str, config: RolloutConfig) -> RolloutE
     engine = RolloutEngine(
         setting.decoder, KVConfig(precision), config, eos_token_ids=(EOS,), forced_lengths=setting.workload
     )
-    if precision == "bf16" and engine.cache.backend.name == "cuda":
-        engine.cache.backend = FlashInferBackend(engine.cache)
+    if precision == "bf16" and setting.decoder.device.type == "cuda":
+        engine.use_flashinfer()
     engine.capture()
     return engine
 
@@ -219,8 +224,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", default="rollout.csv", help="CSV under data/results, or an absolute path")
     options = parser.parse_args(arguments)
     with one_sentence("kv4rl.bench rollout"):
-        require_counts(options, tp=1, collections=1, warmup=0, seed=0)
-        require_number(options.hbm_gb, "hbm-gb", 0, LARGEST, open_low=True)
+        require_counts(options, collections=1)
+        require_flags(options)
     return options
 
 
@@ -229,8 +234,7 @@ def measure(options: argparse.Namespace, name: str, setting: Setting) -> dict[st
     shape = name if options.shrink == 1 else f"{name}/{options.shrink:g}"
     model = model_name(options, setting.replica)
     for precision in options.precisions:
-        plan = plan_engine(setting.decoder, KVConfig(precision), setting.rollout, setting.budget_bytes)
-        setting.say(f"{shape} {precision:>6} {plan}")
+        setting.say(f"{shape} {precision:>6} {setting.plan(precision)}")
     traces, found = {}, {}
     for arm in arms(setting, options):
         outcome = run(setting, arm.collector, arm.precision, arm.pages)
@@ -247,6 +251,8 @@ def main(arguments: list[str] | None = None) -> None:
     with ExitStack() as stack:
         with one_sentence("kv4rl.bench rollout"):
             ranks = stack.enter_context(connect(options.device))
+            measured = ["bf16"] if "schedulers" in options.parts else options.precisions
+            require_flashinfer({"bf16"} & set(measured), ranks.device.type)
             replica = ranks.replica(options.tp)
             decoder = random_model(options.model, device=ranks.device, communicator=replica.communicator)
             settings = {name: make_setting(options, name, decoder, ranks, replica) for name in options.fits}

@@ -4,7 +4,7 @@ Two sets of weights take turns. After each update, with nothing resident, a cana
 weights must give the same bits as their first time, which they only do if captured graphs, page tables, caches and
 buffers are what they were then. Counted besides: pages and device bytes still held with nothing resident, against
 the first time. Any of these, a log-probability that is not finite (the engine raises), or a response whose length its
-request does not allow, ends the run. Pages are few, so that requests are preempted all the time.
+request does not allow, ends the run; so does a precision under which nobody was preempted, for which pages are few.
 
     python -m kv4rl.bench soak --minutes 10 --device cuda
     python -m kv4rl.bench soak --minutes 0.1
@@ -15,13 +15,16 @@ import gc
 import json
 from collections import Counter
 from collections.abc import Sequence
+from itertools import count
 from time import perf_counter
 
 import numpy as np
 import torch
 
+from kv4rl.bench.refusals import require_counts, require_writable
+from kv4rl.cache.main_cache import pages_for
 from kv4rl.cli import one_sentence
-from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig, require, require_integer
+from kv4rl.config import LARGEST, PRECISIONS, KVConfig, RolloutConfig, require, require_integer, require_number
 from kv4rl.device import choose_device
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.request import Request
@@ -30,7 +33,8 @@ from kv4rl.results import result_row, write_rows
 
 WEIGHTS = 2  # sets that take turns
 EOS = (1,)
-OPERATIONS = {"step": 0.85, "add": 0.1, "abort": 0.042, "pause": 0.008}  # chances
+OPERATIONS = {"step": 0.854, "add": 0.1, "abort": 0.042, "pause": 0.004}  # chances; what is paused starts over
+PATIENCE = 1000  # operations without a preemption after which a run has failed
 UNITS = {"steps": "steps", "decode_tokens": "tokens", "finished": "requests", "aborts": "requests"}
 UNITS |= {"preemptions": "requests", "weight_updates": "updates", "leaked_pages": "pages", "leaked_bytes": "B"}
 
@@ -63,12 +67,20 @@ class Soak:
             self._update(version)
 
     def run(self, seconds: float) -> None:
-        """Perform operations until the time is over, then check once more that all can be given back."""
+        """Perform operations until the time is over, then check once more that all can be given back.
+
+        It goes on until somebody was preempted, if need be; `SoakFailure` where nobody is in `PATIENCE` operations.
+        """
         end, names = perf_counter() + seconds, list(OPERATIONS)
         chances = np.array([OPERATIONS[name] for name in names])
-        while perf_counter() < end:
+        for done in count():
+            preempted = self.counts["preemptions"] > 0
+            if perf_counter() >= end and (preempted or done >= PATIENCE):
+                break
             getattr(self, f"_{names[self.rng.choice(len(names), p=chances / chances.sum())]}")()
         self._pause()
+        if not preempted:
+            raise SoakFailure(f"nobody was preempted in {self.counts['steps']} steps: take fewer --pages")
 
     def _add(self) -> None:
         half, vocabulary = self.config.max_prompt_tokens, self.engine.decoder.config.vocab_size
@@ -166,7 +178,7 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--model", default="mini-qwen3", help="qwen3-4b, qwen3-8b or a shipped one; weights are random")
     parser.add_argument("--precisions", nargs="+", default=list(PRECISIONS), choices=PRECISIONS)
     parser.add_argument("--slots", type=int, default=128 if cuda else 8)
-    parser.add_argument("--pages", type=int, default=1600 if cuda else 32, help="of the cache: too few for all slots")
+    parser.add_argument("--pages", type=int, default=400 if cuda else 20, help="of the cache: too few for all slots")
     parser.add_argument("--longest", type=int, default=1024 if cuda else 256, help="prompt and response tokens")
     parser.add_argument("--seed", type=int, default=43)
     parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=("cpu", "cuda"))
@@ -177,13 +189,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 def main(arguments: Sequence[str] | None = None) -> None:
     options = parse(arguments)
     with one_sentence("kv4rl.bench soak"):
-        require(options.minutes > 0, "minutes", options.minutes, "a number above 0")
-        require(options.longest >= 32, "longest", options.longest, "at least 32 tokens")
-        for name, least in (("slots", 2), ("pages", 1), ("seed", 0)):
-            require_integer(getattr(options, name), name, least)
+        require_number(options.minutes, "minutes", 0, LARGEST, open_low=True)
+        require_counts(options, slots=2, longest=32)
+        require_integer(options.seed, "seed", 0)
+        require_writable(options.out)
         choose_device(options.device)
         positions = shape_config(options.model).max_positions
         require(options.longest <= positions, "longest", options.longest, f"at most the model's {positions} positions")
+        require_counts(options, pages=pages_for(options.longest))
     found = {}
     for precision in options.precisions:
         with one_sentence("kv4rl.bench soak"):

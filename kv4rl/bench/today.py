@@ -21,17 +21,17 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
+from kv4rl.bench.refusals import LARGEST_COUNT, require_counts, require_flashinfer, require_writable
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.cli import one_sentence
 from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig, require, require_integer
 from kv4rl.device import choose_device
 from kv4rl.engine.engine import RolloutEngine
-from kv4rl.engine.flashinfer import FlashInferBackend
 from kv4rl.engine.request import Request
 from kv4rl.engine.sampler import Sampling
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.shapes import SHAPES, random_model, shape_config
-from kv4rl.results import result_row, write_rows
+from kv4rl.results import RESULTS, result_row, write_rows
 
 EOS = 1  # ends responses of forced length; nothing else does
 WARMUP_TOKENS = 4
@@ -111,8 +111,8 @@ def ours(decoder: Decoder, precision: str, prompts: list[list[int]], most_tokens
     engine = RolloutEngine(
         decoder, KVConfig(precision), rollout, eos_token_ids=(EOS,), forced_lengths=length, buckets=buckets
     )
-    if precision == "bf16" and engine.cache.backend.name == "cuda":
-        engine.cache.backend = FlashInferBackend(engine.cache)
+    if precision == "bf16" and decoder.device.type == "cuda":
+        engine.use_flashinfer()
     engine.capture()
 
     def generate(tokens: int) -> list[list[int]]:
@@ -143,8 +143,13 @@ def _wait(device: torch.device) -> None:
         torch.cuda.synchronize(device)
 
 
-def measure(options: argparse.Namespace, decoder: Decoder, say: Callable[[str], None]) -> dict[str, list[float]]:
-    """Arm -> seconds of its calls, one arm after the other, each with the memory of the one before given back."""
+def measure(
+    options: argparse.Namespace, decoder: Decoder, say: Callable[[str], None], keep: Callable[[dict], None]
+) -> dict[str, list[float]]:
+    """Arm -> seconds of its calls, one arm after the other, each with the memory of the one before given back.
+
+    After each arm `keep(found)`: a run cut short has what it measured.
+    """
     vocabulary, drawn = decoder.config.vocab_size, np.random.default_rng(options.seed)
     prompts = drawn.integers(2, vocabulary, size=(options.prompts, options.prompt_tokens)).tolist()
     found = {}
@@ -155,6 +160,7 @@ def measure(options: argparse.Namespace, decoder: Decoder, say: Callable[[str], 
         else:
             generate = ours(decoder, arm, prompts, options.new_tokens)
         found[arm] = seconds(generate, options.new_tokens, options.prompts, decoder.device)
+        keep(found)
         del generate
         gc.collect()
         if decoder.device.type == "cuda":
@@ -195,10 +201,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--out", default="today.csv", help="CSV under data/results, or an absolute path")
     options = parser.parse_args(arguments)
     with one_sentence("kv4rl.bench today"):
-        for name in ("prompts", "prompt_tokens", "new_tokens"):
-            require_integer(getattr(options, name), name.replace("_", "-"), 1)
+        require_counts(options, prompts=1, prompt_tokens=1, new_tokens=1)
+        tokens = options.prompts * (options.prompt_tokens + options.new_tokens)
+        require(tokens <= LARGEST_COUNT, "prompts x tokens", tokens, f"at most {LARGEST_COUNT}")
         require_integer(options.seed, "seed", 0)
         choose_device(options.device)
+        require_flashinfer({"bf16"} & set(options.arms), options.device)
+        require_writable(options.out)
         require(len(set(options.arms)) == len(options.arms), "arms", options.arms, "each once")
     return options
 
@@ -211,10 +220,10 @@ def main(arguments: list[str] | None = None) -> None:
         decoder = random_model(options.model, device=options.device)
     lengths = f"{options.prompts} prompts of {options.prompt_tokens} tokens, {options.new_tokens} new ones each"
     print(f"card: {options.model}, random weights at the true shape, {decoder.dtype}, {lengths}", flush=True)
-    found = measure(options, decoder, lambda text: print(text, flush=True))
-    made = rows(found, options)
-    path = write_rows(options.out, made)
-    rates = {row["arm"]: round(row["value"]) for row in made if row["metric"] == "tokens_per_s"}
+    keep = lambda found: write_rows(options.out, rows(found, options))
+    found = measure(options, decoder, lambda text: print(text, flush=True), keep)
+    rates = {row["arm"]: round(row["value"]) for row in rows(found, options) if row["metric"] == "tokens_per_s"}
+    path = RESULTS / options.out  # an absolute path stays itself
     print(json.dumps({"experiment": "today", "model": options.model, "file": str(path), "tokens_per_s": rates}))
 
 

@@ -52,6 +52,10 @@ def int4_product(weight: Tensor) -> Product:
 
 
 PRODUCTS = {"w8a8": scaled_product, "w4a16": int4_product}
+KERNELS = {  # arm -> what multiplies, for a reader
+    "w8a8": "torch._scaled_mm, E4M3, a scale a row",
+    "w4a16": f"torch's tinygemm, aten::_weight_int4pack_mm, groups of {INT4_GROUP}",
+}
 
 
 class QuantisedProjections:

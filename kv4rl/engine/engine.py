@@ -2,6 +2,7 @@
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from kv4rl.engine.base import BatchingEngine
 from kv4rl.engine.clock import DeviceClock
 from kv4rl.engine.decode_step import DecodeStep, default_buckets
 from kv4rl.engine.draw import DrawKeys, ForcedEnd, draw, sampler_of
+from kv4rl.engine.flashinfer import FlashInferBackend
 from kv4rl.engine.graphs import StepGraphs, capturable
 from kv4rl.engine.memory import max_pages, naming_the_plan
 from kv4rl.engine.noise import noise_key
@@ -83,18 +85,20 @@ class RolloutEngine(BatchingEngine):
         for token in token_ids(eos_token_ids, "eos_token_ids"):
             require(0 <= token < vocabulary, "eos_token_ids", token, f"a token id below the vocabulary's {vocabulary}")
         require_protected_fits(kv, decoder.config.max_positions)
-        decoder.prepare_inference()
         self.decoder = decoder
+        self._communicator = getattr(decoder, "communicator", None)
         self.rollout = rollout
         self.eos_token_ids = tuple(eos_token_ids)
         slots = rollout.max_active_requests
         limits = Limits(slots, rollout.step_tokens, rollout.workspace_tokens, rollout.max_prompt_tokens)
         self.memory = memory or CacheMemory("cpu")
-        with naming_the_plan(decoder, kv, rollout), self.memory.allocating():
-            self.cache = KVCache(
-                kv, decoder.cache_shape(), num_pages=rollout.cache_pages, num_slots=slots, device=decoder.device,
-                backend=backend,
-            )  # fmt: skip
+        with naming_the_plan(decoder, kv, rollout):
+            decoder.prepare_inference()
+            with self.memory.allocating():
+                self.cache = KVCache(
+                    kv, decoder.cache_shape(), num_pages=rollout.cache_pages, num_slots=slots, device=decoder.device,
+                    backend=backend,
+                )  # fmt: skip
         super().__init__(Scheduler(self.cache.allocator, limits), bytes_per_page=self.cache.bytes_per_page)
         self._sampling = Sampling.of(rollout)
         self._noise = np.zeros(slots, dtype=np.int64)  # key of the request in each slot
@@ -107,9 +111,10 @@ class RolloutEngine(BatchingEngine):
             buckets = default_buckets(slots)
         pages = max_pages(decoder, rollout)
         self._sampler = sampler_of(decoder)
-        self._decode = DecodeStep(
-            decoder, self.cache, max_pages=pages, buckets=buckets, forced=self._forced, sampler=self._sampler
-        )
+        with self._naming_the_plan():
+            self._decode = DecodeStep(
+                decoder, self.cache, max_pages=pages, buckets=buckets, forced=self._forced, sampler=self._sampler
+            )
         self._graphs = StepGraphs(self._decode) if graphs else None
         self.overlap = graphs if overlap is None else overlap
         self._weights_whole = True
@@ -119,7 +124,16 @@ class RolloutEngine(BatchingEngine):
         """Capture the graphs of every batch bucket now, rather than in the step that first needs one."""
         if self._graphs is not None:
             self._flight = None  # its results lie where padding is about to be sampled
-            self._graphs.capture_all(self._sampling)
+            with self._naming_the_plan():
+                self._graphs.capture_all(self._sampling)
+
+    def use_flashinfer(self) -> None:
+        """Decode the unquantised cache through FlashInfer, as the paper's baseline does; before anything is captured.
+
+        Raises `BackendUnavailable` where it does not run.
+        """
+        with naming_the_plan(self.decoder, self.cache.kv, self.rollout, flashinfer=True):
+            self.cache.backend = FlashInferBackend(self.cache)
 
     @property
     def graph_pool_bytes(self) -> int:
@@ -222,20 +236,24 @@ class RolloutEngine(BatchingEngine):
         if self.memory.away:
             raise RuntimeError("the cache's memory is given back: restore it before the next step")
         table, static, clock = self.scheduler.table, self._static(plan), DeviceClock(self.decoder.device)
-        with naming_the_plan(self.decoder, self.cache.kv, self.rollout):
+        with self._naming_the_plan():
             if static:
                 size = self._decode.load(table, plan.slots, self._noise, self._ends, plan.previous)
             clock.start()
             drawn = (self._graphs or self._decode).run(size, self._sampling) if static else self._run_with_prefill(plan)
-        clock.stop()
-        return clock, Download(drawn[:, : len(plan.sampled)])
+            clock.stop()
+            return clock, Download(drawn[:, : len(plan.sampled)])
+
+    def _naming_the_plan(self) -> AbstractContextManager[None]:
+        flashinfer = self.cache.backend.name == FlashInferBackend.name
+        return naming_the_plan(self.decoder, self.cache.kv, self.rollout, flashinfer=flashinfer)
 
     def _land(self, plan: StepPlan, launched: tuple[DeviceClock, Download]) -> tuple[list[int], list[float]]:
         clock, download = launched
         self._device_ms = None
         if not plan.sampled:  # chunks of unfinished prefills: nothing to wait for
             return [], []
-        tokens, logp = download.wait()
+        tokens, logp = download.wait(self._communicator)
         self._device_ms = clock.elapsed_ms()
         if not np.isfinite(logp).all():
             self._require_finite(plan, logp.tolist())

@@ -6,6 +6,7 @@ wrapper a batch bucket. Over `kv8` storage the same backend keeps FP8 keys and v
 """
 
 import math
+from types import ModuleType
 
 import numpy as np
 import torch
@@ -19,6 +20,16 @@ from kv4rl.engine.transfer import upload
 
 WORKSPACE_BYTES = 512 << 20
 FP8 = torch.float8_e4m3fn
+
+
+def import_flashinfer() -> ModuleType:
+    """The library. Raises `BackendUnavailable`, with what to do, where it is missing."""
+    try:
+        import flashinfer
+    except ImportError as missing:
+        reason = "FlashInfer is not installed: pip install -e '.[gpu]', or use our own kernel (backend='cuda')"
+        raise BackendUnavailable(reason) from missing
+    return flashinfer
 
 
 class FlashInferBackend:
@@ -35,12 +46,7 @@ class FlashInferBackend:
         require(cache.kv.precision == wanted, "precision", cache.kv.precision, f"{wanted} for FlashInfer")
         half = cache.shape.dtype in (torch.bfloat16, torch.float16)
         require(half, "dtype", cache.shape.dtype, "bfloat16 or float16 for FlashInfer")
-        try:
-            import flashinfer
-        except ImportError as missing:
-            reason = "FlashInfer is not installed: pip install -e '.[gpu]', or use our own kernel (backend='cuda')"
-            raise BackendUnavailable(reason) from missing
-        self._flashinfer, self._ours = flashinfer, make_backend(cache.device)
+        self._flashinfer, self._ours = import_flashinfer(), make_backend(cache.device)
         self._dtype = FP8 if fp8 else cache.shape.dtype
         self._workspace = torch.empty(WORKSPACE_BYTES, dtype=torch.uint8, device=cache.device)
         most = cache.allocator.num_pages + cache.num_slots  # a padding row names a page once more

@@ -8,6 +8,8 @@ from kv4rl.config import RolloutConfig, require, require_integer, require_number
 from kv4rl.engine.block_cdf import locate, masses_of
 from kv4rl.engine.noise import uniforms
 
+COLDEST, HOTTEST = 1e-4, 100.0  # logits divided by less overflow; by more, all that is left is noise
+
 
 @dataclass(frozen=True)
 class Sampling:
@@ -20,7 +22,9 @@ class Sampling:
     max_response_tokens: int | None = None  # None: the engine's own limit
 
     def __post_init__(self):
-        require_number(self.temperature, "temperature", 0)
+        require_number(self.temperature, "temperature", 0, HOTTEST)
+        sharp = self.temperature == 0 or self.temperature >= COLDEST
+        require(sharp, "temperature", self.temperature, f"0 (greedy), or at least {COLDEST:g}")
         require_number(self.top_p, "top_p", 0, 1, open_low=True)
         require_integer(self.top_k, "top_k", 0)
         require_integer(self.seed, "seed", 0)

@@ -3,6 +3,8 @@
 import numpy as np
 import torch
 
+from kv4rl.model.communicator import Communicator
+
 
 def upload(array: np.ndarray, device: torch.device) -> torch.Tensor:
     """`array` on `device`; through pinned memory, which torch keeps until the copy is done. On a CPU: the array."""
@@ -21,7 +23,16 @@ class Download:
             self._done = torch.cuda.Event()
             self._done.record()
 
-    def wait(self) -> np.ndarray:
+    def wait(self, communicator: Communicator | None = None) -> np.ndarray:
+        """`communicator`: of the ranks that the source was computed with."""
         if self._done is not None:
-            self._done.synchronize()
+            wait_for(self._done, communicator)
         return self._host.numpy()
+
+
+def wait_for(event: torch.cuda.Event, communicator: Communicator | None) -> None:
+    """Let the host wait for the device; with peers not for ever (`Communicator.wait`)."""
+    if communicator is None:
+        event.synchronize()
+    else:
+        communicator.wait(event)

@@ -4,18 +4,21 @@ On a CPU gloo moves the data. On CUDA small sums go through torch's symmetric me
 inside the captured graph; large ones, and all where symmetric memory is not to be had, through NCCL.
 """
 
-import datetime
 import os
 from collections.abc import Sequence
+from datetime import timedelta
+from time import monotonic, sleep
 
 import torch
 import torch.distributed as dist
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.distributed_c10d import _set_pg_timeout
 
 from kv4rl.attention.backends import explain
 from kv4rl.config import require
 
-TIMEOUT_S = 45  # a rank that waits this long for another ends with an error
+TIMEOUT_S = 45  # a rank that waits this long for a peer of its group ends with an error
+POLL_S = 2e-5
 SYMMETRIC_BYTES = 16 << 20  # larger sums (prefill) go through NCCL
 BUFFERS = 2  # used in turn, so that a product may be written while a peer still reads the last sum
 
@@ -23,8 +26,9 @@ BUFFERS = 2  # used in turn, so that a product may be written while a peer still
 def init_mesh(tensor_parallel: int, device_type: str = "cuda") -> DeviceMesh:
     """The mesh (dp, tp) over all processes that torchrun started; joins them if that has not happened yet.
 
-    Raises `ValueError` if there are none, or they do not make whole groups. A process that dies ends the others within
-    `TIMEOUT_S`: their next sum fails.
+    Raises `ValueError` if there are none, or they do not make whole groups. A sum of a `tp` group waits `TIMEOUT_S` for
+    its slowest rank, whatever the processes' own group allows: within a replica ranks go step by step. Sums inside a
+    captured step are outside torch's watch: `Communicator.wait` bounds the step instead.
     """
     if not dist.is_initialized():
         expected = f"1, or a multiple of {tensor_parallel} processes started with torchrun"
@@ -33,16 +37,24 @@ def init_mesh(tensor_parallel: int, device_type: str = "cuda") -> DeviceMesh:
         if device_type == "cuda":
             backend, device = "nccl", torch.device("cuda", int(os.environ["LOCAL_RANK"]))
             torch.cuda.set_device(device)
-        dist.init_process_group(backend, timeout=datetime.timedelta(seconds=TIMEOUT_S), device_id=device)
+        dist.init_process_group(backend, timeout=timedelta(seconds=TIMEOUT_S), device_id=device)
     world = dist.get_world_size()
     whole = tensor_parallel >= 1 and world % tensor_parallel == 0
     require(whole, "tensor_parallel", tensor_parallel, f"a divisor of the {world} processes started")
     shape = (world // tensor_parallel, tensor_parallel)
-    return init_device_mesh(device_type, shape, mesh_dim_names=("dp", "tp"))
+    mesh = init_device_mesh(device_type, shape, mesh_dim_names=("dp", "tp"))
+    _set_pg_timeout(timedelta(seconds=TIMEOUT_S), mesh.get_group("tp"))  # init_device_mesh takes none
+    return mesh
+
+
+class PeerLost(RuntimeError):
+    """A step that needs every rank of its group did not end in time; the message names the rank that waited."""
 
 
 class Communicator:
     """One rank of a tensor-parallel group. Every rank makes the same calls in the same order."""
+
+    nbytes = 0  # of device memory that the communicator itself holds
 
     def __init__(self, group: dist.ProcessGroup):
         self.group = group
@@ -63,6 +75,21 @@ class Communicator:
         dist.all_gather_into_tensor(gathered, x.contiguous(), group=self.group)
         return gathered.view(self.size, *x.shape)
 
+    def wait(self, event: torch.cuda.Event) -> None:
+        """Wait for an event behind a step of ours. Raises `PeerLost` after `TIMEOUT_S`.
+
+        A kernel that waits for a rank that has died, or hangs, never ends, and no timeout of torch's covers it.
+        """
+        end = monotonic() + TIMEOUT_S
+        while not event.query():
+            if monotonic() > end:
+                peers = [rank for rank in range(self.size) if rank != self.rank]
+                raise PeerLost(
+                    f"rank {self.rank} of a tensor-parallel group waited {TIMEOUT_S:g} s for its step: one of the "
+                    f"ranks {peers} of the group has died or hangs"
+                )
+            sleep(POLL_S)
+
 
 class SymmetricCommunicator(Communicator):
     """Sums in symmetric memory: each rank adds up its share of the buffer over all peers, then fetches the others'."""
@@ -75,6 +102,11 @@ class SymmetricCommunicator(Communicator):
         self._buffers = [symmetric.empty(SYMMETRIC_BYTES, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
         self._handles = [symmetric.rendezvous(buffer, group.group_name) for buffer in self._buffers]
         self._next = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Device memory of the buffers."""
+        return sum(buffer.nbytes for buffer in self._buffers)
 
     def out(self, shape: Sequence[int], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         size = torch.Size(shape).numel() * dtype.itemsize

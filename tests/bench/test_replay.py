@@ -21,6 +21,7 @@ from kv4rl.bench.replay_states import (
 )
 from kv4rl.bench.weight_arms import PRODUCTS, quantised_weights, scaled_product
 from kv4rl.cache.batch import DecodeBatch
+from kv4rl.engine.memory import PlanTooLarge
 from kv4rl.engine.sampler import NoiseKeys, Sampling, sample
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.shapes import random_model, shape_config
@@ -146,6 +147,33 @@ def test_quantised_weights_are_undone_and_used_in_every_layer(monkeypatch):
     assert {name: p is before[name] for name, p in decoder.named_parameters()} == dict.fromkeys(before, True)
 
 
+def test_an_arm_that_a_cpu_cannot_run_is_not_measured_through_something_else():
+    with pytest.raises(ValueError, match="arm='fp8_kv': expected another on cpu"):
+        Replay("fp8_kv", random_model("mini-qwen3"), [uniform("given", 1, 5)])
+
+
+def test_running_out_of_memory_names_what_the_arm_holds(monkeypatch):
+    def exhaust(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 90 GiB.")
+
+    decoder, state = random_model("mini-qwen3"), uniform("given", 2, 20)
+    replay = Replay("kv4rl", decoder, [state])
+    monkeypatch.setattr(decoder, "forward", exhaust)
+    with pytest.raises(PlanTooLarge, match=r"the kv4rl replay's plan is model .* GB, 4 pages .*lower --hbm-gb"):
+        replay.time(state, 1, 1)
+    monkeypatch.setattr("kv4rl.bench.replay_arm.fill", exhaust)
+    with pytest.raises(PlanTooLarge, match="the kv4 replay's plan"):
+        Replay("kv4", decoder, [state])
+
+
+@pytest.mark.parametrize("bench", ["replay", "overhead"])
+def test_more_processes_than_one_group_are_refused(bench, capsys, monkeypatch):
+    monkeypatch.setenv("WORLD_SIZE", "4")
+    with pytest.raises(SystemExit) as ended:
+        main([bench, "--device", "cpu", "--tp", "2"])
+    assert "tp=2: expected 4, the number of processes" in capsys.readouterr().err and ended.value.code == 2
+
+
 def test_arms_cover_the_papers_figures():
     assert {"bf16", "kv8", "kv4", "kv4rl", "fp8_kv", "w8a8", "w4a16", "kv4rl_w16", "kv4rl_w512"} <= set(ARMS)
 
@@ -153,7 +181,11 @@ def test_arms_cover_the_papers_figures():
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["--samples", "1"], "samples=1: expected at least one a block (2)"),
+        (["--samples", "1"], "samples=1: expected at least one a block (2), as many in each"),
+        (["--samples", "4", "--blocks", "3"], "samples=4: expected at least one a block (3), as many in each"),
+        (["--arms", "bf16", "fp8_kv", "w4a16"], "arms=['fp8_kv', 'w4a16']: expected some of bf16,"),
+        (["--out", "/proc/none/replay.csv"], "/proc/none"),
+        (["--out", "/tmp"], "out='/tmp': expected a CSV file, not a folder"),
         (["--warmups", "-1"], "warmups=-1: expected an integer >= 0"),
         (["--hbm-gb", "0"], "hbm-gb=0.0: expected a number > 0"),
         (["--hbm-gb", "6"], "hbm-gb=6.0: expected room for the model (0.00474 GB), 6 GB besides and at least one"),

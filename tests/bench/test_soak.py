@@ -9,6 +9,7 @@ from kv4rl.bench import soak
 from kv4rl.bench.__main__ import main
 from kv4rl.results import read_rows
 
+PREEMPTS = ("--pages", "17", "--seed", "4")  # within the first few steps
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 
 
@@ -23,15 +24,21 @@ def make_soak(tmp_path):
 
 def test_a_few_seconds_find_no_leak_and_write_a_row(tmp_path, capsys):
     out = tmp_path / "soak.csv"
-    main(["soak", "--device", "cpu", "--minutes", "0.05", "--precisions", "kv4rl", "--out", str(out)])
+    main(["soak", "--device", "cpu", "--minutes", "0.01", "--precisions", "kv4rl", *PREEMPTS, "--out", str(out)])
     rows = {row["metric"]: float(row["value"]) for row in read_rows(out)}
     assert rows["leaked_pages"] == rows["leaked_bytes"] == 0 < rows["decode_tokens"]
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["steps"] == rows["steps"] > 0
 
 
+def test_a_run_in_which_nobody_is_preempted_fails(make_soak, monkeypatch):
+    monkeypatch.setattr(soak, "PATIENCE", 3)
+    with pytest.raises(soak.SoakFailure, match=r"nobody was preempted in \d+ steps: take fewer --pages"):
+        make_soak("--pages", "500").run(0.0)
+
+
 def test_every_kind_of_event_happens(make_soak):
     """By number of operations, not by the clock: two hundred of them meet each kind."""
-    found = make_soak("--pages", "26", "--seed", "5")
+    found = make_soak(*PREEMPTS)
     names = list(soak.OPERATIONS)
     for _ in range(200):
         getattr(found, f"_{names[found.rng.choice(len(names), p=list(soak.OPERATIONS.values()))]}")()
@@ -60,6 +67,8 @@ def test_a_page_that_nobody_holds_is_found(make_soak):
     ("words", "message"),
     [
         (["--minutes", "0"], "minutes=0.0"),
+        (["--pages", "15"], "pages=15: expected an integer >= 16"),
+        (["--out", "/proc/none/soak.csv"], "/proc/none"),
         (["--model", "qwen9"], "model='qwen9'"),
         (["--longest", "100000"], "longest=100000: expected at most the model's 2048 positions"),
         (["--slots", "1"], "slots=1: expected an integer >= 2"),

@@ -57,11 +57,28 @@ def test_without_generate_nothing_is_set_against_it(tmp_path, capsys):
     assert "tokens/s" in printed and "of generate" not in printed
 
 
+def test_a_run_cut_short_keeps_the_arms_that_it_measured(tmp_path, monkeypatch):
+    out, engine = tmp_path / "today.csv", today.ours
+
+    def interrupted(decoder, arm, *given):
+        if arm == "kv8":
+            raise KeyboardInterrupt
+        return engine(decoder, arm, *given)
+
+    monkeypatch.setattr(today, "ours", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        main([*SMALL, "--arms", "kv4", "kv8", "--out", str(out)])
+    assert {row["arm"] for row in read_rows(out)} == {"kv4"}
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [
         (["--new-tokens", "4096"], "at most the model's 2048 positions"),
         (["--prompts", "0"], "prompts=0: expected an integer >= 1"),
+        (["--prompts", "1000000000000"], "prompts=1000000000000: expected at most 16777216"),
+        (["--prompts", "10000000"], "prompts x tokens=150000000: expected at most 16777216"),
+        (["--out", "/proc/none/today.csv"], "/proc/none"),
         (["--seed", "-1"], "seed=-1: expected an integer >= 0"),
         pytest.param(["--device", "cuda"], "device='cuda': expected one of auto, cpu", marks=no_cuda),
     ],

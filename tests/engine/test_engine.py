@@ -72,7 +72,7 @@ def test_resuming_after_preemption_does_not_use_a_stale_token_count(make_engine,
     """nano-vllm #211 and #233, vLLM #16832: the preempted run's responses are the unpreempted run's."""
 
     def responses(pages):
-        engine = make_engine(cache_pages=pages, temperature=sampling.temperature or 1e-6, eos=())
+        engine = make_engine(cache_pages=pages, temperature=sampling.temperature or 1e-4, eos=())
         requests = requests_for(prompts[:6], engine)
         for request in requests:
             engine.add(request)

@@ -1,12 +1,16 @@
 """The memory plan of an engine: what it says of model and cache is what is allocated, and each format gets its own."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig
 from kv4rl.engine.engine import RolloutEngine
+from kv4rl.engine.flashinfer import WORKSPACE_BYTES
 from kv4rl.engine.memory import PlanTooLarge, max_pages, plan_engine, reserved_bytes, within
 from kv4rl.engine.sampler import Sampling
+from kv4rl.model.communicator import SymmetricCommunicator
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.shapes import random_model, shape_config
 
@@ -53,17 +57,37 @@ def test_the_longest_request_is_bounded_by_limits_and_by_the_model():
     assert max_pages(decoder, RolloutConfig()) == 2048 // 16
 
 
-@pytest.mark.parametrize("when", ["cache", "step"])
+def test_what_only_the_baseline_and_only_shards_hold_is_planned():
+    decoder, kv = random_model("mini-qwen3"), KVConfig("bf16")
+    plain, flashinfer = (plan_engine(decoder, kv, ROLLOUT, 2 * 10**9, flashinfer=on) for on in (False, True))
+    assert flashinfer.items["baseline workspace"] == WORKSPACE_BYTES and "baseline workspace" not in plain.items
+    lost = plain.cache.pages - flashinfer.cache.pages
+    assert lost == pytest.approx(WORKSPACE_BYTES / plain.cache.page_bytes, abs=1)
+    decoder.communicator = object.__new__(SymmetricCommunicator)
+    decoder.communicator._buffers = [torch.empty(1000, dtype=torch.uint8)] * 2
+    assert reserved_bytes(decoder, kv, ROLLOUT)["ranks' sums"] == 2000
+
+
+@pytest.mark.parametrize("when", ["weights", "cache", "buffers", "capture", "workspace", "step", "download"])
 def test_running_out_of_memory_names_the_plan(monkeypatch, when):
     def exhaust(*args, **options):
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 90 GiB.")
 
     decoder, kv = random_model("mini-qwen3"), KVConfig()
-    if when == "cache":
-        monkeypatch.setattr("kv4rl.engine.engine.KVCache", exhaust)
+    places = {
+        "weights": "engine.Decoder.prepare_inference", "cache": "engine.KVCache", "buffers": "engine.DecodeStep",
+        "workspace": "engine.FlashInferBackend.__init__", "download": "engine.Download",
+    }  # fmt: skip
+    if when in places:
+        monkeypatch.setattr(f"kv4rl.engine.{places[when]}", exhaust)
     message = r"the kv4rl engine's plan is model .*GB, workspace .*, 4096 pages .*lower cache_pages"
     with pytest.raises(PlanTooLarge, match=message) as error:
         engine = RolloutEngine(decoder, kv, ROLLOUT, eos_token_ids=())
+        if when == "capture":
+            engine._graphs = SimpleNamespace(capture_all=exhaust)
+            engine.capture()
+        if when == "workspace":
+            engine.use_flashinfer()
         decoder.forward = exhaust
         engine.generate([[1, 2]], Sampling(max_response_tokens=3))
     assert isinstance(error.value.__cause__, torch.OutOfMemoryError)

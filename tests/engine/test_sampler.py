@@ -137,7 +137,16 @@ def test_the_smallest_uniform_skips_tokens_of_no_probability():
 
 
 @pytest.mark.parametrize(
-    ("field", "value"), [("temperature", -1), ("top_p", 0), ("top_p", 1.1), ("top_k", -1), ("max_response_tokens", -1)]
+    ("field", "value"),
+    [
+        ("temperature", -1),
+        ("temperature", 1e-40),
+        ("temperature", float("inf")),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("top_k", -1),
+        ("max_response_tokens", -1),
+    ],
 )
 def test_wrong_sampling_settings_are_named(field, value):
     with pytest.raises(ValueError, match=f"{field}={value}"):

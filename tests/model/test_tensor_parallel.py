@@ -6,10 +6,13 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+import torch.distributed as dist
 
+from kv4rl.model.communicator import Communicator, PeerLost
 from kv4rl.model.config import DecoderConfig
 from kv4rl.model.tensor_parallel import shard_config, split_dimension
 from kv4rl.model.weights import load_config
@@ -96,6 +99,31 @@ def test_a_rank_that_dies_ends_the_others(tmp_path):
         processes[0].kill()
     assert processes[0].returncode != 0 and time.monotonic() - begin < ENDS_WITHIN_S
     assert "Error" in error
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_a_rank_that_hangs_ends_its_own_group_alone(tmp_path, ranks):
+    """Within the group's few seconds, although the processes' own group would wait for half an hour."""
+    processes = start("hang", tmp_path, ranks)
+    try:
+        error = processes[0].communicate(timeout=120)[1]
+        others = [process.wait(timeout=120) for process in processes[2:]]
+    finally:
+        for process in processes:
+            process.kill()
+    assert processes[0].returncode != 0 and "imed out" in error, error
+    assert others == [0] * (ranks - 2)
+
+
+def test_a_step_that_never_ends_names_the_ranks_that_may_be_gone(monkeypatch):
+    monkeypatch.setattr("kv4rl.model.communicator.TIMEOUT_S", 0.05)
+    monkeypatch.setattr(dist, "get_rank", lambda group: 1)
+    monkeypatch.setattr(dist, "get_world_size", lambda group: 2)
+    seen = iter([False, False, True])
+    Communicator(None).wait(SimpleNamespace(query=lambda: next(seen)))
+    assert next(seen, None) is None, "asked until it was done"
+    with pytest.raises(PeerLost, match=r"rank 1 .* waited 0\.05 s for its step: one of the ranks \[0\]"):
+        Communicator(None).wait(SimpleNamespace(query=lambda: False))
 
 
 @pytest.mark.parametrize(("size", "message"), [(3, "kv_heads, 2"), (4, "kv_heads, 2")])
