@@ -31,6 +31,7 @@ from kv4rl.config import (
 )
 from kv4rl.device import choose_device
 from kv4rl.engine.engine import Response, RolloutEngine
+from kv4rl.engine.memory import PlanTooLarge
 from kv4rl.engine.sampler import Sampling
 from kv4rl.fidelity.agreement import common_tokens
 from kv4rl.model.decoder import Decoder
@@ -188,11 +189,12 @@ def main(words: Sequence[str] | None = None) -> list[Sample]:
         job = set_up(given)
     print(f"{given.model}, prompt of {len(job.prompt)} tokens, temperature {given.temperature:g}, seed {given.seed}")
     samples = []
-    for sample in job.run():
-        samples.append(sample)
-        if sample.precision in given.precisions:
-            text = job.tokenizer.decode(sample.response.tokens, skip_special_tokens=True)
-            print(f"\n--- {sample.precision} ({sample.response.finish_reason})\n{text}", flush=True)
+    with one_sentence("kv4rl.generate", kinds=(PlanTooLarge,), status=1):
+        for sample in job.run():
+            samples.append(sample)
+            if sample.precision in given.precisions:
+                text = job.tokenizer.decode(sample.response.tokens, skip_special_tokens=True)
+                print(f"\n--- {sample.precision} ({sample.response.finish_reason})\n{text}", flush=True)
     baseline = samples[0]
     samples = [sample for sample in samples if sample.precision in given.precisions]
     print(f"\n{table(samples, baseline)}")

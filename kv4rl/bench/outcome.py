@@ -5,6 +5,7 @@ from dataclasses import dataclass, fields
 
 import numpy as np
 
+from kv4rl.bench.trace_bins import Bin
 from kv4rl.ranks import Ranks, Replica
 from kv4rl.results import result_row
 from kv4rl.rollout.paper_traces import ratios
@@ -30,6 +31,7 @@ class Outcome:
     seconds: list[float]
     summary: TraceSummary | None = None
     responses: tuple[int, ...] = ()
+    bins: tuple[Bin, ...] = ()  # of the measured intervals, one replica's
 
 
 def over_replicas(own: Outcome, ranks: Ranks, replica: Replica) -> Outcome:
@@ -48,7 +50,7 @@ def combined(parts: Sequence[Outcome]) -> Outcome:
     seconds = [max(interval) for interval in zip(*(part.seconds for part in parts), strict=True)]
     summaries = [part.summary for part in parts]
     means = {f.name: float(np.mean([getattr(s, f.name) for s in summaries])) for f in fields(TraceSummary)}
-    return Outcome(metrics, seconds, TraceSummary(**means), responses)
+    return Outcome(metrics, seconds, TraceSummary(**means), responses, parts[0].bins)
 
 
 def _combined(name: str, metrics: Sequence[Mapping[str, float]]) -> float:

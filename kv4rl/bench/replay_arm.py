@@ -101,7 +101,7 @@ class Replay:
     @torch.inference_mode()
     def time(self, state: State, samples: int, warmups: int) -> list[float]:
         """Milliseconds of `samples` steps at a state, after `warmups`; between CUDA events, or by the CPU's clock."""
-        table = self._table(state)
+        table = self.page_table(state)
         slots, none = np.arange(len(state.contexts)), np.zeros(self.cache.num_slots, dtype=np.int64)
         size = self.step.load(table, slots, none, none)
         with self._naming_the_plan():  # the first run captures
@@ -125,7 +125,7 @@ class Replay:
         wait_for(stop, self._communicator)
         return start.elapsed_time(stop)
 
-    def _table(self, state: State) -> PageTable:
+    def page_table(self, state: State) -> PageTable:
         """Pages for each request, scattered over the pool; the step writes its token again and again."""
         table, next_page = PageTable(self.cache.num_slots), 0
         for slot, context in enumerate(state.contexts):

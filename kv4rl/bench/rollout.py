@@ -3,7 +3,7 @@
 Two comparisons on one engine, or on the replicas that torchrun's processes make (T is a replica's share of the quota):
 
 - schedulers: synchronous against partial collection, unquantised cache. Means over pure-decode calls after warm-up,
-  step time by CUDA events (§B.3);
+  step time by CUDA events (§B.3); the curves behind them go to a second file, "_trace" (`bench/trace_bins.py`);
 - precisions: partial collection under one memory budget. Each format first gets the pages that the budget buys it
   (execution and capacity together), then BF16's pages (execution alone); the quotient is the capacity's share.
 
@@ -30,6 +30,7 @@ from kv4rl.bench.carried import dealt, simulated_state
 from kv4rl.bench.forced_rollout import forced_rollout, require_flags
 from kv4rl.bench.outcome import Outcome, gains, over_replicas, rows, table
 from kv4rl.bench.refusals import require_counts, require_flashinfer
+from kv4rl.bench.trace_bins import binned, write_bins
 from kv4rl.cache.memory_plan import HBMPlan
 from kv4rl.cli import one_sentence
 from kv4rl.config import PAGE_TOKENS, PRECISIONS, KVConfig, RolloutConfig
@@ -129,7 +130,8 @@ def run(setting: Setting, collector: str, precision: str, pages: int) -> Outcome
     }
     kept = intervals[-setting.collections :]
     responses = sum(stats.finished_responses for stats in kept)
-    own = Outcome(metrics, [stats.collection_s for stats in kept], summary, (responses,))
+    bins = tuple(binned(trace, measured))
+    own = Outcome(metrics, [stats.collection_s for stats in kept], summary, (responses,), bins)
     return over_replicas(own, setting.ranks, replica)
 
 
@@ -241,6 +243,8 @@ def measure(options: argparse.Namespace, name: str, setting: Setting) -> dict[st
         (traces if isinstance(arm.key, str) else found)[arm.key] = outcome
         if setting.ranks.leads:
             write_rows(options.out, rows(shape, model, traces, found))
+            if arm.key in traces:
+                write_bins(options.out, shape, model, arm.key, outcome.bins)
     for outcomes in filter(None, (traces, found)):
         setting.say(table(shape, outcomes))
     return {shape: gains(found)}

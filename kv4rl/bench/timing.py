@@ -25,7 +25,7 @@ def graph_ms(launch: Callable[[int], None], layers: int, replays: int = 15) -> f
             launch(0)
     stream.synchronize()
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
+    with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # NCCL's watchdog may ask for events meanwhile
         for layer in range(layers):
             launch(layer)
     for _ in range(2):

@@ -36,7 +36,8 @@ class PackedCausal:
 
     def _flash(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if self._device_bounds is None:
-            self._device_bounds = torch.tensor(self.bounds, dtype=torch.int32, device=q.device)
+            bounds = torch.tensor(self.bounds, dtype=torch.int32, pin_memory=True)
+            self._device_bounds = bounds.to(q.device, non_blocking=True)  # else the host waits for the device here
         longest = max(b - a for a, b in pairwise(self.bounds))
         bounds = self._device_bounds
         return varlen_attn(q, k, v, bounds, bounds, longest, longest, window_size=(-1, 0), **GROUPED)

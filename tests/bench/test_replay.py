@@ -87,7 +87,7 @@ def test_a_replayed_step_is_a_decode_step_of_that_state(arm):
     decoder, state = random_model("mini-qwen3", dtype=torch.float32), uniform("given", 5, 37)
     replay = Replay(arm, decoder, [state, uniform("given", 2, 90)])
     assert replay.cache.main.storage[2].any() and len(replay.time(state, 2, 1)) == 2
-    table, slots = replay._table(state), np.arange(5)
+    table, slots = replay.page_table(state), np.arange(5)
     assert len(set(table.rows(slots).ravel())) == 15, "every request has pages of its own"
     none = np.zeros(5, dtype=np.int64)
     with torch.inference_mode():
@@ -137,7 +137,7 @@ def test_quantised_weights_are_undone_and_used_in_every_layer(monkeypatch):
     before = dict(decoder.named_parameters())
     replay = Replay("bf16", decoder, [state])
     none, slots = np.zeros(3, dtype=np.int64), np.arange(3)
-    size = replay.step.load(replay._table(state), slots, none, none)
+    size = replay.step.load(replay.page_table(state), slots, none, none)
     with torch.inference_mode():
         plain = replay.step.run(size, GREEDY).clone()
         with quantised_weights(decoder, "w8a8"):

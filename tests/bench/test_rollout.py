@@ -38,6 +38,12 @@ def test_rollout_writes_both_comparisons_and_splits_the_gain(tmp_path, capsys):
         float(rows["kv4", f"speedup_{name}"]["value"]) for name in ("vs_bf16", "at_bf16_pages", "of_capacity")
     )
     assert both == pytest.approx(execution * capacity, rel=1e-4)
+    curves = read_rows(tmp_path / "rollout_trace.csv", metric="active_requests")
+    assert {row["arm"] for row in curves} == {"sync", "partial"}
+    assert {row["shape"].split("/")[2] for row in curves} == {"1", "2"}, "the measured intervals alone"
+    ours = [row for row in curves if row["arm"] == "partial"]
+    mean = sum(float(row["value"]) * int(row["n"]) for row in ours) / sum(int(row["n"]) for row in ours)
+    assert mean == pytest.approx(float(rows["partial", "active_requests"]["value"]), rel=1e-4)
     printed = capsys.readouterr().out
     assert "random weights" in printed and "pages" in printed
     said = json.loads(printed.splitlines()[-1])["gains"]["4B-300/400"]["kv4"]["speedup_vs_bf16"]

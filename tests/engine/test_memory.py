@@ -10,6 +10,7 @@ from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.flashinfer import WORKSPACE_BYTES
 from kv4rl.engine.memory import PlanTooLarge, max_pages, plan_engine, reserved_bytes, within
 from kv4rl.engine.sampler import Sampling
+from kv4rl.generate import main as generate
 from kv4rl.model.communicator import SymmetricCommunicator
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.shapes import random_model, shape_config
@@ -93,3 +94,20 @@ def test_running_out_of_memory_names_the_plan(monkeypatch, when):
     assert isinstance(error.value.__cause__, torch.OutOfMemoryError)
     if when == "step":
         engine.check_drained()
+
+
+def test_generate_ends_with_the_plan_that_was_too_large(monkeypatch, capsys):
+    def exhaust(*args, **options):
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 90 GiB.")
+
+    monkeypatch.setattr("kv4rl.engine.engine.KVCache", exhaust)
+    with pytest.raises(SystemExit) as ended:
+        generate(["--model", "mini-qwen3", "--prompt", "n=08 k=02 r=2 x=12,45,78,03\n", "--max-new-tokens", "4"])
+    assert "kv4rl.generate: error: out of memory on cpu" in capsys.readouterr().err and ended.value.code == 1
+
+
+@pytest.mark.parametrize("temperature", ["inf", "1e-40", "-1"])
+def test_generate_refuses_a_temperature_that_gives_noise_or_no_numbers(temperature, capsys):
+    with pytest.raises(SystemExit) as ended:
+        generate(["--model", "mini-qwen3", "--prompt", "n=08", "--temperature", temperature])
+    assert f"temperature={float(temperature)!r}: expected" in capsys.readouterr().err and ended.value.code == 2
