@@ -131,8 +131,9 @@ def _encode(line: Mapping) -> str:
 def _replace(path: Path, text: str) -> None:
     """Write the file whole or leave the old one: a kill in between must not lose earlier lines."""
     partial = path.with_suffix(".partial")
-    with partial.open("w") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(partial, path)
+    with writing(path):
+        with partial.open("w") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)

@@ -160,8 +160,8 @@ class Trainer:
     def _layouts(self, replicas: int) -> str:
         """How to start as many replicas: with as large ones, or with as many processes."""
         split = {self.config.tensor_parallel} | ({self.ranks.size // replicas} - {0})
-        pairs = [f"{replicas * parts} processes (torchrun) with --tensor_parallel {parts}" for parts in sorted(split)]
-        return f"Those are {', or '.join(pairs)}"
+        pairs = [f"--nproc-per-node {replicas * parts} with --tensor_parallel {parts}" for parts in sorted(split)]
+        return f"On one node torchrun starts as many by {', or '.join(pairs)}"
 
     def iterate(self) -> dict[str, float | list]:
         """One iteration: collect T groups under the current policy, update it, hand it to the engine."""

@@ -230,7 +230,7 @@ def test_two_replicas_hold_prompts_of_their_own_and_one_rank_cannot_take_them_ov
     words = flags(layout.model or tiny_model, run, layout.updates)
     done = subprocess.run([sys.executable, "-c", MAIN, *words], capture_output=True, text=True)
     assert done.returncode == 2 and "replicas=1: expected 2" in done.stderr
-    assert "Those are 2 processes (torchrun) with --tensor_parallel 1" in done.stderr
+    assert "torchrun starts as many by --nproc-per-node 2 with --tensor_parallel 1" in done.stderr
 
 
 @pytest.mark.gpu
