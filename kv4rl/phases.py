@@ -6,6 +6,7 @@ returns. The engine's own weights stay, for a sync writes them while the learner
 of its graphs, one step's intermediates.
 """
 
+import gc
 import resource
 from dataclasses import replace
 
@@ -92,6 +93,8 @@ class PhaseController:
             self._released += engine.memory.release(engine.cache)
         if phase != "learn" and not self._offloader.away:
             self._offloader.offload(self._learner.movables())
+        if self.phase == "evaluate":
+            gc.collect()  # that engine's cache and plans name each other: dropping it frees nothing yet
         torch.cuda.empty_cache()  # what torch holds in reserve, the other's allocator cannot use
         if phase == "learn" and self._offloader.away:
             self._offloader.restore()

@@ -110,7 +110,7 @@ def rows(times: Times, whole: set[str], model: str) -> list[dict]:
 def states_of(options: argparse.Namespace) -> list[State]:
     """What the options ask for: states given by hand, or the model's part of Table A3 and of §B.5."""
     if options.shapes:
-        return [uniform("given", *pair) for pair in parse_shapes(options.shapes)]
+        return [uniform("+".join(options.shapes), *pair) for pair in parse_shapes(options.shapes)]
     require(options.model in SHAPES, "model", options.model, f"one of {', '.join(SHAPES)}, or --shapes of its own")
     size = options.model.removeprefix("qwen3-")
     known = list(dict.fromkeys(state.group for state in table_a3(size)))

@@ -63,7 +63,10 @@ class StepAttention:
 
     def __init__(self, cache: KVCache, where: TokenSlots, batch: DecodeBatch):
         self._cache, self._where, self._batch = cache, where, batch
-        self.raw = self._attend if cache.takes_raw else None
+
+    @property
+    def raw(self):
+        return self._attend if self._cache.takes_raw else None
 
     def __call__(self, layer: int, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
         return self._attend(layer, q, k, v, None)

@@ -30,6 +30,7 @@ from kv4rl.theory.lengths import LengthDistribution
 
 no_cuda = pytest.mark.skipif(torch.cuda.is_available(), reason="there is a CUDA device")
 SMALL = "replay --device cpu --model mini-qwen3 --shapes 3x20 2x40 --samples 4 --blocks 2 --warmups 1".split()
+GIVEN = "3x20+2x40"  # the group of its shapes
 
 
 def test_replay_times_every_state_and_aggregates_by_eq_a2(tmp_path, capsys):
@@ -37,17 +38,17 @@ def test_replay_times_every_state_and_aggregates_by_eq_a2(tmp_path, capsys):
     main([*SMALL, "--arms", "bf16", "kv4", "kv4rl", "--out", str(out)])
     found = {(row["arm"], row["shape"], row["metric"]): float(row["value"]) for row in read_rows(out)}
     ms = {
-        arm: [found[arm, f"given/{name}", "decode_replay_ms"] for name in ("3x20", "2x40")] for arm in ("bf16", "kv4")
+        arm: [found[arm, f"{GIVEN}/{name}", "decode_replay_ms"] for name in ("3x20", "2x40")] for arm in ("bf16", "kv4")
     }
     by_hand = 1 / (0.5 * ms["kv4"][0] / ms["bf16"][0] + 0.5 * ms["kv4"][1] / ms["bf16"][1])
-    assert found["kv4", "given", "speedup_vs_bf16"] == pytest.approx(by_hand, rel=1e-4)
-    assert found["bf16", "given", "speedup_vs_bf16"] == 1
-    share = found["kv4rl", "given", "speedup_vs_bf16"] / found["kv4", "given", "speedup_vs_bf16"]
-    assert found["kv4rl", "given", "retention_vs_kv4"] == pytest.approx(share, rel=1e-4)
+    assert found["kv4", GIVEN, "speedup_vs_bf16"] == pytest.approx(by_hand, rel=1e-4)
+    assert found["bf16", GIVEN, "speedup_vs_bf16"] == 1
+    share = found["kv4rl", GIVEN, "speedup_vs_bf16"] / found["kv4", GIVEN, "speedup_vs_bf16"]
+    assert found["kv4rl", GIVEN, "retention_vs_kv4"] == pytest.approx(share, rel=1e-4)
     assert {row["n"] for row in read_rows(out) if row["metric"] == "decode_replay_ms"} == {"4"}
     printed = capsys.readouterr().out
     assert "random weights" in printed
-    assert json.loads(printed.splitlines()[-1])["speedup_vs_bf16"]["kv4 given"] == pytest.approx(by_hand, rel=1e-3)
+    assert json.loads(printed.splitlines()[-1])["speedup_vs_bf16"][f"kv4 {GIVEN}"] == pytest.approx(by_hand, rel=1e-3)
 
 
 def test_aggregates_are_harmonic_for_table_states_and_summed_for_ragged_ones():
