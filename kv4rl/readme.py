@@ -170,8 +170,6 @@ def replay(rows: Path = RESULTS) -> str:
         if line["recent positions"] == "128"
     ]
     table = replay_table(found)
-    unused = {name for name in (table[0] if table else ()) if all(line[name] == "-" for line in table)}
-    table = [{name: cell for name, cell in line.items() if name not in unused} for line in table]
     end = (
         f"KV4-RL at 16/128 keeps of KV4's throughput {', '.join(kept)} (paper at TP2: 94% at 4B, 98% at 8B)."
         if kept
