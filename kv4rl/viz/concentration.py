@@ -87,7 +87,7 @@ def explore(law: LengthDistribution, slots: int, prompt_tokens: int) -> go.Figur
         f"active {occupancy:.0f} (sync), {slots} (refill)<br>context {wave:,.0f} (sync), {context:,.0f} (refill)",
         f"lengths: mean {law.mean:,.0f} a response,<br>{concentration.length_biased(law).mean:,.0f} seen in a slot",
     )
-    figure = make_subplots(rows=1, cols=3, subplot_titles=titles, horizontal_spacing=0.1)
+    figure = make_subplots(rows=1, cols=3, subplot_titles=titles, horizontal_spacing=0.13)
     grid = np.unique(np.geomspace(2, 2048, 24).astype(int))
     factors = [concentration.kv_concentration(law, int(b)) for b in grid]
     quiet = {"showlegend": False, "row": 1, "col": 1}

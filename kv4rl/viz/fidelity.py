@@ -16,6 +16,7 @@ WIDTHS = re.compile(r"kv4rl-s(\d+)-w(\d+)")
 WIDTH = 720  # of figures of several panels: seven of them fit into a notebook of half a megabyte
 DEFAULT_WIDTHS = (16, 128)
 NAME_BYTES, NAME_DECADES = 12, 0.12  # what a name on the Pareto figure covers
+ROOM_BYTES = 15  # what the longest name needs at the edge
 
 
 def error_bars(rows: Sequence[Mapping[str, str]]) -> dict:
@@ -204,7 +205,9 @@ def pareto(points: Sequence[Point], *, title: str = "") -> go.Figure:
             marker_color=colour,
             name=name,
         )
-    figure.update_xaxes(title_text="bytes a position and KV head, at head_dim 128 and 1,500 tokens")
+    sizes = [point.position_bytes for point in points]
+    around = [min(sizes) - ROOM_BYTES, max(sizes) + ROOM_BYTES / 2]  # names stand to the left of their points
+    figure.update_xaxes(title_text="bytes a position and KV head, at head_dim 128 and 1,500 tokens", range=around)
     figure.update_yaxes(KL_AXIS)
     legend = {"x": 0.98, "xanchor": "right", "y": 0.98}
     figure.update_layout(title=title, height=440, width=WIDTH, legend=legend, margin={"t": 60 if title else 20})

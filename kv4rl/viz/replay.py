@@ -65,7 +65,7 @@ def _place(key: tuple[str, str]) -> tuple[int, str]:
 
 
 def checkpoint_speedups(rows: Rows) -> go.Figure:
-    """Fig. 3b and A2: grouped bars of forward speedups (Eq. A2) a checkpoint; hatched: the paper's KV4 at TP2."""
+    """Fig. 3b and A2: grouped bars of forward speedups (Eq. A2) a checkpoint; hollow: the paper's KV4 at TP2."""
     found = {key: arms for key, arms in speedups(rows).items() if key[0] in REPLAY_SHAPES}
     keys = sorted(found, key=_place)
     labels = [f"{group}<br>TP{of_model({'model': model})[1]}" for group, model in keys]
@@ -76,9 +76,9 @@ def checkpoint_speedups(rows: Rows) -> go.Figure:
             figure.add_bar(x=labels, y=values, name=name, marker_color=colour)
         if arm == "kv4":
             paper = [PUBLISHED.get(f"replay/{group}/kv4") for group, _ in keys]
-            hatched = {"color": "white", "line": {"color": colour}, "pattern": {"shape": "/", "fgcolor": colour}}
+            hollow = {"color": "white", "line": {"color": colour, "width": 2}}
             values = [item and item.value for item in paper]
-            figure.add_bar(x=labels, y=values, name="KV4, paper (TP2)", marker=hatched)
+            figure.add_bar(x=labels, y=values, name="KV4, paper (TP2)", marker=hollow)
     figure.add_hline(y=1, line={"dash": "dash", "width": 1})
     figure.update_yaxes(title_text="decode step, speedup over BF16", rangemode="tozero")
     figure.update_layout(barmode="group", height=420, width=980, legend={"orientation": "h", "y": 1.15})

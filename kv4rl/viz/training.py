@@ -39,7 +39,7 @@ def learning_curves(runs: Mapping[str, Sequence[Sequence[Mapping]]], *, panels=P
     figure.update_xaxes(title_text="policy update", dtick=max(1, 5 * round(updates / 25)))  # no tick between updates
     figure.update_yaxes(exponentformat="power", nticks=6)
     figure.update_annotations(font_size=14, yshift=8)  # the panels' titles, apart from each other and the top tick
-    figure.update_layout(height=360, width=300 * len(panels))
+    figure.update_layout(height=385, width=300 * len(panels), margin={"t": 85})  # a title stands above the panels'
     return figure
 
 

@@ -4,7 +4,7 @@ import pytest
 
 from kv4rl import preset
 from kv4rl.learning import Run
-from kv4rl.viz.evaluation import distance_to_bf16, our_distances, paper_distances
+from kv4rl.viz.evaluation import distance_to_bf16, our_distances, paper_distances, sampled_as
 from kv4rl.viz.hbm import hbm_plan, plan_rows, plans, shapes_only
 from kv4rl.viz.iteration import PHASES, iteration_phases, iteration_rows, unpaired
 
@@ -77,3 +77,10 @@ def test_distances_are_the_papers_and_ours_only_from_two_seeds_on():
     ((name, found),) = our_distances({"updates=30": two}).items()
     assert "30 updates" in name and found["kv4"].mean == pytest.approx(-5)
     assert len(distance_to_bf16(paper | {name: found}).data) == 3
+
+
+def test_an_evaluations_temperature_and_problems_are_read_off_its_command():
+    found = sampled_as()
+    assert found["mini-qwen3", "mini-qwen3"] == {"temperature": "0.6", "problems": "128"}
+    assert found["mini-qwen3", "before training, T=1"] == {"temperature": "1", "problems": "64"}
+    assert sampled_as("nowhere.csv") == {}
