@@ -29,6 +29,7 @@ from kv4rl.chromium import find_chromium
 from kv4rl.cli import one_sentence
 from kv4rl.config import require
 from kv4rl.execute import set_parameters
+from kv4rl.viz.stamp import stamp
 
 CHROMIUM = find_chromium()
 DRIVER = shutil.which("chromedriver")
@@ -62,6 +63,7 @@ window.jupyterapp.commands.execute('notebook:run-all-cells').then(() => done(tru
 WIDGET = ".jp-OutputArea-output:has(.noUi-handle)"  # an output with a slider in it
 # The drawing as the browser holds it: every mark and every word of a widget's figure.
 DRAWING = "return [...arguments[0].querySelectorAll('.js-plotly-plot svg.main-svg')].map(x => x.innerHTML).join('')"
+TITLES = "return [...arguments[0].querySelectorAll('.annotation-text')].map(x => x.textContent)"
 
 
 def missing() -> str:
@@ -152,6 +154,11 @@ def drawing(driver, output) -> str:
     return driver.execute_script(DRAWING, output)
 
 
+def titles(driver, output) -> str:
+    """The titles of the figure's panels in that output, a line each: the picture's numbers."""
+    return "\n".join(driver.execute_script(TITLES, output)).replace("\u25a0", "-")
+
+
 def save_pages(driver, folder: Path) -> list[Path]:
     """The whole notebook as pictures of one screen each."""
     scroller = driver.find_element("css selector", ".jp-WindowedPanel-outer")
@@ -217,7 +224,9 @@ def main(arguments: list[str] | None = None) -> None:
             print(*save_pages(driver, given.pages), sep="\n")
         if given.widget:
             given.widget.parent.mkdir(parents=True, exist_ok=True)
-            first_widget(driver).screenshot(str(given.widget))
+            widget = first_widget(driver)
+            widget.screenshot(str(given.widget))
+            stamp(given.widget, titles(driver, widget))
             print(given.widget)
 
 

@@ -4,11 +4,11 @@
 """
 
 import argparse
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from kv4rl.paper import PUBLISHED, Published
+from kv4rl.paper import PUBLISHED, REPLAY_SHAPES, Published
 from kv4rl.results import RESULTS, latest, read_rows
 
 ABSENT = "not measured"
@@ -28,6 +28,7 @@ class Comparison:
     remark: str  # what is different about our setting
     models: tuple[str, ...] = ()  # of several models' rows, those of the first that has any
     base: str = ""  # the answer is this arm's value over the row's
+    of_all: Callable | None = None  # min or max: the answer is that one of several shapes' rows
 
 
 def _bits(group: str, shape: str, arm: str) -> Comparison:
@@ -62,10 +63,26 @@ def _replay(published: str, arm: str, shape: str, words: str, metric: str = "spe
     return Comparison(published, words, "replay.csv", where, "random weights, true shapes", **_at_scale(model, model))
 
 
+EXTREMES = {"lowest": min, "highest": max}
+ARM_WORDS = {"kv8": "KV8", "fp8_kv": "FP8 KV", "w8a8": "FP8 W8A8"}
+
+
+def _replay_extreme(size: str, arm: str, extreme: str) -> Comparison:
+    where = {"experiment": "replay", "arm": arm, "metric": "speedup_vs_bf16"}
+    words = f"decode replay, {ARM_WORDS[arm]} over BF16, {extreme} of the {size.upper()} checkpoints"
+    model, remark = f"qwen3-{size}", "random weights, true shapes"
+    given = _at_scale(model, model) | {"of_all": EXTREMES[extreme]}
+    return Comparison(f"replay/{size}/{arm}_{extreme}", words, "replay.csv", where, remark, **given)
+
+
 def _replays() -> list[Comparison]:
     found = [
         _replay(f"replay/{name}/kv4", "kv4", name, f"decode replay, KV4 over BF16, {name}")
         for name in ("4B-100", "4B-300", "4B-500", "8B-100", "8B-400")
+    ]
+    found += [_replay_extreme(size, "kv8", extreme) for size in ("4b", "8b") for extreme in EXTREMES]
+    found += [
+        _replay_extreme("8b", *ends) for ends in (("fp8_kv", "lowest"), ("fp8_kv", "highest"), ("w8a8", "highest"))
     ]
     words = "decode replay, heterogeneous states"
     found.append(_replay("ragged/4b/kv4rl", "kv4rl", "ragged-4B", f"{words}, KV4-RL over BF16, 4B"))
@@ -178,8 +195,20 @@ def answers(directory: Path = RESULTS) -> list[tuple[Comparison, Published, dict
         if item.models:
             by_model = [[row for row in rows if row["model"] == model] for model in item.models]
             rows = next((mine for mine in by_model if mine), [])
+        if item.of_all:
+            rows = _extreme(rows, item.of_all)
         found.append((item, PUBLISHED[item.published], latest(rows) if rows else None))
     return found
+
+
+def _extreme(rows: Sequence[dict], of_all: Callable) -> list[dict]:
+    """Of the checkpoints' aggregates, each at its newest, the one that `of_all` picks by value."""
+    by_shape = {}
+    for row in rows:
+        if row["shape"] in REPLAY_SHAPES:
+            by_shape.setdefault(row["shape"], []).append(row)
+    newest = [latest(mine) for mine in by_shape.values()]
+    return [of_all(newest, key=lambda row: float(row["value"]))] if newest else []
 
 
 def _quotients(rows: Sequence[dict], bases: Sequence[dict]) -> list[dict]:
@@ -199,7 +228,7 @@ def compare(directory: Path = RESULTS) -> list[dict[str, str]]:
         {
             "quantity": item.quantity,
             "place": published.locator,
-            "paper": f"{published.value:g} {published.unit}",
+            "paper": with_unit(f"{published.value:g}", published.unit),
             "ours": ours(row, published.unit) if row else ABSENT,
             "scope": row["scope"] if row else "-",
             "remark": item.remark + (f"; {row['model']}, {row['hardware']}" if row and item.models else ""),
@@ -213,10 +242,15 @@ def ours(row: dict, unit: str) -> str:
     """A row's value in the published number's unit, with its interval where it has one."""
     shares = row["unit"] in ("fraction", "1") or row["metric"] == "retention_vs_kv4"
     scale = 100 if unit in ("%", "points") and shares else 1
-    value = f"{float(row['value']) * scale:.3g} {unit}"
+    value = with_unit(f"{float(row['value']) * scale:.3g}", unit)
     if row["low"] and row["low"] != row["high"]:
         value += f" [{float(row['low']) * scale:.3g}, {float(row['high']) * scale:.3g}]"
     return value
+
+
+def with_unit(value: str, unit: str) -> str:
+    """The value and its unit; a number without one has the unit "1", which is not printed."""
+    return value if unit == "1" else f"{value} {unit}"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:

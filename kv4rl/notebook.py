@@ -47,13 +47,27 @@ def show_source(function):
     return Markdown(f"```python\n{inspect.getsource(function)}```")
 
 
-def table(rows: list[dict], columns: list[str] | None = None):
-    """A list of dicts as a Markdown table (renders on GitHub, unlike widgets). Empty list: a sentence saying so."""
+def table(rows: list[dict], columns: list[str] | None = None, *, made_by: str = ""):
+    """A list of dicts as a Markdown table (renders on GitHub, unlike widgets).
+
+    Without rows a sentence stands instead: what was not measured, and `made_by`, the command that would make the rows.
+    """
     from IPython.display import Markdown
 
     if not rows:
-        return Markdown("*No rows.*")
+        return Markdown(f"*Not measured: `{made_by}` makes the rows.*" if made_by else "*No rows.*")
     columns = columns or list(rows[0])
-    lines = ["| " + " | ".join(columns) + " |", "|" + "---|" * len(columns)]
-    lines += ["| " + " | ".join(str(row.get(name, "")) for name in columns) + " |" for row in rows]
-    return Markdown("\n".join(lines))
+    lines = [_line(columns), "|" + "---|" * len(columns)]
+    return Markdown("\n".join(lines + [_line(row.get(name, "") for name in columns) for row in rows]))
+
+
+def _line(cells) -> str:
+    """One line of a Markdown table; a bar inside a cell would begin another."""
+    return "| " + " | ".join(str(cell).replace("|", "\\|") for cell in cells) + " |"
+
+
+def saw(*sentences: str):
+    """The closing list "What you saw": one item a sentence, each made from the values of the run."""
+    from IPython.display import Markdown
+
+    return Markdown("\n".join(f"- {sentence}" for sentence in sentences))

@@ -23,6 +23,7 @@ from kv4rl.viz.fidelity import width_sweeps
 from kv4rl.viz.kernels import SMALL_BATCH, is_shape, kernel_speedups, of_table_a3
 from kv4rl.viz.replay import replay_table, window_speedups
 from kv4rl.viz.rollout import today_rows
+from kv4rl.viz.stamp import digest, stamp
 from kv4rl.viz.style import PRECISION_NAMES, use_template
 from kv4rl.viz.training import PANELS, learning_curves
 
@@ -170,8 +171,6 @@ def replay(rows: Path = RESULTS) -> str:
         if line["recent positions"] == "128"
     ]
     table = replay_table(found)
-    unused = {name for name in (table[0] if table else ()) if all(line[name] == "-" for line in table)}
-    table = [{name: cell for name, cell in line.items() if name not in unused} for line in table]
     end = (
         f"KV4-RL at 16/128 keeps of KV4's throughput {', '.join(kept)} (paper at TP2: 94% at 4B, 98% at 8B)."
         if kept
@@ -268,19 +267,27 @@ def learning() -> go.Figure:
     return figure.update_layout(title=f"{title}, {describe(main, model=model)}", title_font_size=15)
 
 
+def speedups_of_table_a3() -> go.Figure:
+    """The kernels' bars of notebook 06."""
+    return kernel_speedups(of_table_a3(read_rows("kernels.csv", metric="speedup_vs_bf16", model="tp2_16q4kv")))
+
+
+PICTURES = {
+    "kernel_speedups": speedups_of_table_a3,
+    "learning_curves": learning,
+    "width_sweeps": protection_sweeps,
+}
+
+
 def draw(directory: Path = REPOSITORY / "data" / "figures") -> list[Path]:
     """The README's pictures, as PNG (needs Chromium or Chrome). Returns their paths."""
     use_template()
-    kernels = of_table_a3(read_rows("kernels.csv", metric="speedup_vs_bf16", model="tp2_16q4kv"))
-    figures = {
-        "kernel_speedups": kernel_speedups(kernels),
-        "learning_curves": learning(),
-        "width_sweeps": protection_sweeps(),
-    }
+    figures = {name: make() for name, make in PICTURES.items()}
     directory.mkdir(parents=True, exist_ok=True)
     paths = [directory / f"{name}.png" for name in figures]
     for path, figure in zip(paths, figures.values(), strict=True):
         figure.write_image(path, scale=1.5)
+        stamp(path, digest(figure))
     return paths
 
 

@@ -14,7 +14,7 @@ from kv4rl import learning, results
 from kv4rl.compare import compare
 from kv4rl.fidelity.orderings import MODELS, ORDERINGS
 from kv4rl.paper import PUBLISHED
-from kv4rl.viz.fidelity import arm_bars, sampler_kl_bars, width_sweeps
+from kv4rl.viz.fidelity import arm_dots, sampler_kl_bars, width_sweeps
 from kv4rl.viz.orderings import not_held
 from kv4rl.viz.style import use_template
 from kv4rl.viz.training import learning_curves
@@ -70,7 +70,7 @@ def fidelity_section() -> str:
     rows = results.read_rows(path, experiment="fidelity") if path.exists() else []
     kls = [row for row in rows if row["metric"] == "sampler_kl"]
     figures = [sampler_kl_bars(of_model, title=model) for model, of_model in by_model(kls, "loop").items()]
-    figures += [arm_bars([row for row in kls if row["shape"] in shapes]) for shapes in PANELS if by_model(kls, *shapes)]
+    figures += [arm_dots([row for row in kls if row["shape"] in shapes]) for shapes in PANELS if by_model(kls, *shapes)]
     published = PUBLISHED["fidelity/4b/kl_reduction_16_128"]
     figures += [
         width_sweeps(of_model, published=published, title=f"4c: {model}, {of_model[-1]['n']} states")

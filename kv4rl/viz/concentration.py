@@ -8,6 +8,7 @@ from plotly.subplots import make_subplots
 
 from kv4rl.theory import concentration
 from kv4rl.theory.lengths import LengthDistribution
+from kv4rl.viz.style import ACCENT
 
 SYNC, ASYNC = "#555555", "#009E73"
 MARGIN = {"t": 45, "b": 65}
@@ -83,23 +84,29 @@ def explore(law: LengthDistribution, slots: int, prompt_tokens: int) -> go.Figur
     wave = concentration.wave_context(law, slots, prompt_tokens)
     titles = (
         f"C_KV = {factor:.2f} at B = {slots}",
-        f"active: {occupancy:.0f} (sync), {slots} (refill)",
-        f"context: {wave:,.0f} (sync), {context:,.0f} (refill)",
+        f"active {occupancy:.0f} (sync), {slots} (refill)<br>context {wave:,.0f} (sync), {context:,.0f} (refill)",
+        f"lengths: mean {law.mean:,.0f} a response,<br>{concentration.length_biased(law).mean:,.0f} seen in a slot",
     )
-    figure = make_subplots(rows=1, cols=3, subplot_titles=titles)
+    figure = make_subplots(rows=1, cols=3, subplot_titles=titles, horizontal_spacing=0.13)
     grid = np.unique(np.geomspace(2, 2048, 24).astype(int))
     factors = [concentration.kv_concentration(law, int(b)) for b in grid]
-    figure.add_scatter(x=grid, y=factors, line_color=ASYNC, mode="lines", row=1, col=1)
-    figure.add_scatter(x=[slots], y=[factor], mode="markers", marker={"size": 11, "color": ASYNC}, row=1, col=1)
+    quiet = {"showlegend": False, "row": 1, "col": 1}
+    figure.add_scatter(x=grid, y=factors, line_color=ACCENT, mode="lines", **quiet)
+    figure.add_scatter(x=[slots], y=[factor], mode="markers", marker={"size": 11, "color": ACCENT}, **quiet)
     steps, active = survivors(law, slots)
-    figure.add_scatter(x=steps, y=active, line={"color": SYNC, "shape": "hv"}, mode="lines", row=1, col=2)
-    figure.add_hline(y=slots, line={"color": ASYNC, "dash": "dot"}, row=1, col=2)
-    for found in length_bias(law).data:
-        figure.add_trace(found, row=1, col=3)
-    figure.update_xaxes(**POWERS, row=1, col=1)
-    figure.update_xaxes(title_text="decode step of a wave", row=1, col=2)
-    figure.update_xaxes(title_text="response length, tokens", row=1, col=3)
-    figure.update_layout(showlegend=False, height=330, width=920, margin=MARGIN)
+    wave_line = {"line": {"color": SYNC, "shape": "hv"}, "name": "a wave"}
+    figure.add_scatter(x=steps, y=active, mode="lines", **wave_line, row=1, col=2)
+    refill_line = {"line": {"color": ASYNC, "dash": "dot"}, "name": "refill"}
+    figure.add_scatter(x=[0, steps[-1]], y=[slots, slots], mode="lines", **refill_line, row=1, col=2)
+    for found, name in zip(length_bias(law).data, ("L, one a response", "L*, one a slot-step"), strict=True):
+        figure.add_trace(found.update(name=name), row=1, col=3)
+    figure.update_annotations(font_size=13)
+    figure.update_layout(
+        xaxis=POWERS, xaxis2_title_text="decode step of a wave", xaxis3_title_text="response length, tokens",
+        yaxis_title_text="C_KV", yaxis2_title_text="active requests", yaxis3_title_text="probability",
+        height=390, width=920, margin={"t": 55, "b": 110},
+        legend={"orientation": "h", "x": 0.36, "y": -0.25, "yanchor": "top"},
+    )  # fmt: skip
     return figure
 
 

@@ -1,5 +1,6 @@
 """Accuracy after training, as a distance to BF16 rollout: the paper's two models and our runs, in one picture."""
 
+import shlex
 from collections.abc import Mapping
 
 import plotly.graph_objects as go
@@ -7,7 +8,25 @@ import plotly.graph_objects as go
 from kv4rl.config import PRECISIONS
 from kv4rl.learning import Band, Setting, describe, paired
 from kv4rl.paper import PUBLISHED
+from kv4rl.results import RESULTS, read_rows
 from kv4rl.viz.style import PRECISION_COLOURS, PRECISION_NAMES
+
+
+def sampled_as(file: str = "evaluation.csv") -> dict[tuple[str, str], dict[str, str]]:
+    """(model, checkpoint) of stored evaluations -> their temperature and number of problems, read off their commands.
+
+    {} without the file. A command without `--temperature` sampled at Table A2's.
+    """
+    rows = read_rows(file, experiment="evaluation_seed") if (RESULTS / file).exists() else []
+    found = {}
+    for row in rows:
+        words = shlex.split(row["command"])
+        given = lambda flag, other, words=words: words[words.index(flag) + 1] if flag in words else other
+        temperature = float(given("--temperature", PUBLISHED["evaluation/temperature"].value))
+        samples = given("--samples", "")
+        problems = f"{int(row['n']) // int(samples):,}" if samples else "-"
+        found[row["model"], row["arm"]] = {"temperature": f"{temperature:g}", "problems": problems}
+    return found
 
 
 def paper_distances(table: str = "table1") -> dict[str, dict[str, Band]]:

@@ -16,6 +16,7 @@ WIDTHS = re.compile(r"kv4rl-s(\d+)-w(\d+)")
 WIDTH = 720  # of figures of several panels: seven of them fit into a notebook of half a megabyte
 DEFAULT_WIDTHS = (16, 128)
 NAME_BYTES, NAME_DECADES = 12, 0.12  # what a name on the Pareto figure covers
+ROOM_BYTES = 15  # what the longest name needs at the edge
 
 
 def error_bars(rows: Sequence[Mapping[str, str]]) -> dict:
@@ -41,19 +42,20 @@ def sampler_kl_bars(rows: Sequence[Mapping[str, str]], *, title: str = "") -> go
             x=[PRECISION_NAMES[precision] for precision in order],
             y=values,
             marker_color=[PRECISION_COLOURS[precision] for precision in order],
-            text=[f"{value:.2e}" for value in values],
-            textposition="inside",
-            insidetextanchor="start",
             error_y=error_bars(chosen),
         )
     )
     figure.update_yaxes(KL_AXIS)
+    labels = [f"{name}<br>{value:.2e}" for name, value in zip(figure.data[0].x, values, strict=True)]
+    figure.update_xaxes(tickvals=list(figure.data[0].x), ticktext=labels)  # on the bars an interval would cross them
     figure.update_layout(title=title, height=380, width=560)
     return figure
 
 
-def arm_bars(rows: Sequence[Mapping[str, str]], *, title: str = "") -> go.Figure:
-    """One bar an arm in the rows' order, log axis, with intervals: Fig. 4b, A3a,c and A4.
+def arm_dots(rows: Sequence[Mapping[str, str]], *, title: str = "") -> go.Figure:
+    """One dot an arm in the rows' order, log axis, with intervals: Fig. 4b, A3a,c and A4.
+
+    Dots, not bars: a logarithmic axis has no zero for a bar to start at.
 
     Args: rows of `fidelity.csv` with metric `sampler_kl`. Their panels (`shape`) stand below, their models beside
     one another, each under its own name and number of states; the last row of an arm counts.
@@ -69,7 +71,7 @@ def arm_bars(rows: Sequence[Mapping[str, str]], *, title: str = "") -> go.Figure
     )  # fmt: skip
     for (shape, model), arms in cells.items():
         place = {"row": shapes.index(shape) + 1, "col": models.index(model) + 1}
-        figure.add_trace(_bars(list(arms.values())), **place)
+        figure.add_trace(_dots(list(arms.values())), **place)
         figure.update_xaxes(type="log", **_ticks(list(arms.values())), **place)
     figure.update_xaxes(title_text=KL_AXIS["title_text"], row=len(shapes))
     figure.update_yaxes(autorange="reversed")
@@ -93,19 +95,23 @@ def _panel_title(shape: str, model: str, arms: Mapping[str, Mapping[str, str]]) 
 
 
 def _ticks(rows: Sequence[Mapping[str, str]]) -> dict:
-    """Powers of ten; between them 2 and 5 as well where intervals span no more than two decades."""
-    span = max(float(row["high"]) for row in rows) / min(float(row["low"]) for row in rows)
-    return {"dtick": 1, "exponentformat": "power"} if span > 100 else {"dtick": "D2", "tickformat": ".0e"}
+    """An axis as wide as the intervals with at least two ticks: powers of ten, and 2 and 5 of them where few fit."""
+    low, high = min(float(row["low"]) for row in rows) / 1.3, max(float(row["high"]) for row in rows) * 1.3
+    decades = range(math.floor(math.log10(low)), math.ceil(math.log10(high)))
+    steps = (1,) if high / low > 300 else (1, 2, 5)
+    ticks = [step * 10.0**decade for decade in decades for step in steps if low <= step * 10.0**decade <= high]
+    text = [f"{tick:.0e}".replace("e-0", "e-") for tick in ticks]
+    return {"range": [math.log10(low), math.log10(high)], "tickvals": ticks, "ticktext": text}
 
 
-def _bars(rows: Sequence[Mapping[str, str]]) -> go.Bar:
-    """Horizontal, because names of arms are long. They start at the axis' edge: a logarithm has no zero."""
-    return go.Bar(
+def _dots(rows: Sequence[Mapping[str, str]]) -> go.Scatter:
+    """By arm downwards, because names of arms are long."""
+    return go.Scatter(
         y=[PRECISION_NAMES.get(row["arm"], row["arm"]) for row in rows],
         x=[float(row["value"]) for row in rows],
-        marker_color=[PRECISION_COLOURS.get(row["arm"], ACCENT) for row in rows],
+        marker={"color": [PRECISION_COLOURS.get(row["arm"], ACCENT) for row in rows], "size": 9},
         error_x=error_bars(rows),
-        orientation="h",
+        mode="markers",
     )
 
 
@@ -199,7 +205,9 @@ def pareto(points: Sequence[Point], *, title: str = "") -> go.Figure:
             marker_color=colour,
             name=name,
         )
-    figure.update_xaxes(title_text="bytes a position and KV head, at head_dim 128 and 1,500 tokens")
+    sizes = [point.position_bytes for point in points]
+    around = [min(sizes) - ROOM_BYTES, max(sizes) + ROOM_BYTES / 2]  # names stand to the left of their points
+    figure.update_xaxes(title_text="bytes a position and KV head, at head_dim 128 and 1,500 tokens", range=around)
     figure.update_yaxes(KL_AXIS)
     legend = {"x": 0.98, "xanchor": "right", "y": 0.98}
     figure.update_layout(title=title, height=440, width=WIDTH, legend=legend, margin={"t": 60 if title else 20})

@@ -22,6 +22,7 @@ def channel_magnitudes(panels: Mapping[str, np.ndarray]) -> go.Figure:
     top = max(float(np.abs(x).max()) for x in panels.values())
     for column, x in enumerate(panels.values(), 1):
         heat = go.Heatmap(z=np.abs(x).T, zmin=0, zmax=top, colorscale="Viridis", showscale=column == len(panels))
+        heat.update(colorbar={"title": "|x|"})
         figure.add_trace(heat, row=1, col=column)
         figure.update_xaxes(title_text="token", row=1, col=column)
     figure.update_yaxes(title_text="channel", row=1, col=1)

@@ -58,7 +58,7 @@ def hbm_plan(found: Mapping[str, Mapping[str, HBMPlan]]) -> go.Figure:
     found: model -> precision -> plan.
     """
     bars = [(model, name, plan) for model, of_model in found.items() for name, plan in of_model.items()]
-    labels = [[model for model, _, _ in bars], [PRECISION_NAMES[name] for _, name, _ in bars]]
+    labels = [f"{model} · {PRECISION_NAMES[name]}" for model, name, _ in bars]
     figure = go.Figure()
     for item, colour in ITEM_COLOURS.items():
         values = [plan.items[item] / 1e9 for *_, plan in bars]
@@ -68,6 +68,7 @@ def hbm_plan(found: Mapping[str, Mapping[str, HBMPlan]]) -> go.Figure:
     figure.update_xaxes(title_text="GB of one GPU")
     figure.update_yaxes(autorange="reversed")
     figure.update_layout(
-        barmode="stack", height=160 + 34 * len(bars), width=900, legend={"orientation": "h", "y": 1.12}
-    )
+        barmode="stack", height=160 + 34 * len(bars), width=900, margin={"l": 150},
+        legend={"orientation": "h", "y": 1.12},
+    )  # fmt: skip
     return figure

@@ -5,6 +5,7 @@ from collections.abc import Mapping, Sequence
 import plotly.graph_objects as go
 
 from kv4rl.config import PRECISIONS
+from kv4rl.viz.rows import without_empty_columns
 from kv4rl.viz.style import PRECISION_NAMES
 
 PHASES = {  # metric of the rows -> (name, colour)
@@ -32,7 +33,10 @@ def phase_seconds(
 
 
 def iteration_rows(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
-    """One dict a run: seconds of each phase and of the whole, rollout's share, speedup over BF16; "-" where not run."""
+    """One dict a run: seconds of each phase and of the whole, rollout's share, speedup over BF16.
+
+    "-" stands where a run has no such value; a column of those alone is left out.
+    """
     lines = []
     for (model, shape, arm), values in phase_seconds(rows, (*PRECISIONS, NO_ROLLOUT)).items():
         line = {"model": model, "lengths": shape, "rollout through": "no rollout" if arm == NO_ROLLOUT else arm}
@@ -43,7 +47,14 @@ def iteration_rows(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
         whole = {"rollout_s", "iteration_s"} <= values.keys()
         line["rollout share"] = f"{values['rollout_s'] / values['iteration_s']:.0%}" if whole else "-"
         lines.append(line | {"over BF16": _shown(values, "speedup_vs_bf16", ".2f")})
-    return lines
+    return without_empty_columns(lines)
+
+
+def unpaired(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """Runs without one through BF16 beside them, in words: their gain is not measured."""
+    found = phase_seconds(rows)
+    missing = {(model, shape) for model, shape, _ in found} - {(m, s) for m, s, arm in found if arm == "bf16"}
+    return [f"{model}, {shape}: BF16 not measured, so no gain" for model, shape in sorted(missing)]
 
 
 def _shown(values: Mapping[str, float], metric: str, form: str) -> str:

@@ -24,7 +24,8 @@ def tradeoff(grid: Grid, workload: Workload, sink: int, recent: int) -> go.Figur
     point, speed = grid.at(sink, recent), workload.speed(sink, recent)
     titles = (
         f"KL {number(point.kl)} nats [{number(point.low)}, {number(point.high)}]",
-        f"attention {speed.over_bf16:.2f}x BF16 ({speed.scope}), whole step {workload.step_speed(sink, recent):.2f}x",
+        f"attention {speed.over_bf16:.2f}x BF16 ({speed.scope}), "
+        f"step {workload.step_speed(sink, recent):.2f}x predicted",
         _map_title(workload.context_tokens, sink, recent),
     )
     layout = {"specs": [[{}, {}], [{"colspan": 2}, None]], "row_heights": [0.62, 0.38], "vertical_spacing": 0.2}
@@ -34,7 +35,8 @@ def tradeoff(grid: Grid, workload: Workload, sink: int, recent: int) -> go.Figur
     figure.add_trace(_map(workload.context_tokens, sink, recent), row=2, col=1)
     figure.update_xaxes(title_text="position", range=[0, workload.context_tokens], row=2, col=1)
     figure.update_yaxes(title_text="context tokens", range=[workload.context_tokens, 0], row=2, col=1)
-    figure.update_layout(height=640, width=920, margin={"t": 50, "b": 55}, showlegend=False)
+    figure.update_annotations(font_size=13)
+    figure.update_layout(height=640, width=920, margin={"t": 50, "b": 55, "r": 45}, showlegend=False)
     return figure
 
 
@@ -87,7 +89,7 @@ def _add_kl_against_speed(figure: go.Figure, grid: Grid, workload: Workload, cho
     figure.add_trace(go.Scatter(x=x, y=[p.kl for p in front], mode="lines", line=line, name="front"), row=1, col=2)
     here = workload.speed(chosen.sink, chosen.recent).over_bf16
     figure.add_trace(_marker(here, chosen), row=1, col=2)
-    figure.update_xaxes(title_text="attention over BF16 (diamonds measured, dots predicted)", row=1, col=2)
+    figure.update_xaxes(title_text="attention over BF16 (diamonds: measured)", row=1, col=2)
     figure.update_yaxes(**KL_AXIS, row=1, col=2)
 
 

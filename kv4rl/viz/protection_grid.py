@@ -2,7 +2,7 @@
 
 KL is measured, on a small model, at every pair of widths (`fidelity.csv`, shape `grid`). Attention time is measured on
 one H200 without protection (`kv4`) and at the paper's 16/128 (`kv4rl`), at the shapes of Table A3 (`kernels.csv`); for
-other widths it is predicted: bytes read over the rate those rows reached.
+other widths it is predicted: on the straight line through those two times, by the bytes read.
 """
 
 import re
@@ -13,7 +13,7 @@ import torch
 
 from kv4rl.cache.kv_cache import CacheShape
 from kv4rl.cache.memory_plan import page_bytes, side_bytes
-from kv4rl.config import PAGE_TOKENS, KVConfig, require
+from kv4rl.config import PAGE_TOKENS, KVConfig, require, require_number
 from kv4rl.results import latest
 from kv4rl.theory.roofline import QWEN3_4B
 from kv4rl.theory.step_cost import StepCost
@@ -21,7 +21,7 @@ from kv4rl.viz.kernels import of_table_a3
 
 ARM = re.compile(r"kv4rl-s(\d+)-w(\d+)")
 COMMAND = "python -m kv4rl.fidelity.experiments --model {model} --panels grid"
-PAPER = (16, 128)  # Table A1
+NONE, PAPER = (0, 0), (16, 128)  # no protection; Table A1
 HEADS = "tp2_16q4kv"  # the shard of kernels.csv that is shown: TP2 of Qwen3-4B and of Qwen3-8B
 QWEN3 = CacheShape(QWEN3_4B.layers, QWEN3_4B.query_heads, QWEN3_4B.kv_heads, QWEN3_4B.head_dim, torch.bfloat16)
 
@@ -88,8 +88,9 @@ class Grid:
     def cheapest(self, budget: float) -> Point:
         """The fewest protected positions whose interval ends at or below `budget` nats; the smaller KL of equals.
 
-        Raises ValueError, with the smallest reachable budget, if there is none.
+        Raises ValueError, with the smallest reachable budget, if there is none, and for what is no number.
         """
+        require_number(budget, "budget", 0)
         least = min(point.high for point in self.points.values())
         require(budget >= least, "budget", budget, f"at least {least:.3g} nats, the least upper bound of {self.model}")
         fitting = (point for point in self.points.values() if point.high <= budget)
@@ -121,12 +122,16 @@ class Workload:
         return f"{self.active_requests} x {self.context_tokens:,}"
 
     def speed(self, sink: int, recent: int) -> Speed:
-        """Speedup of one layer's decode attention over FlashInfer BF16 at widths (s, w)."""
-        for arm, widths in (("kv4", (0, 0)), ("kv4rl", PAPER)):
-            if (sink, recent) == widths:
-                return Speed(self.ms["bf16_flashinfer"] / self.ms[arm], "measured")
-        rate = self._bytes_read(*PAPER) / self.ms["kv4rl"]
-        return Speed(self.ms["bf16_flashinfer"] * rate / self._bytes_read(sink, recent), "predicted")
+        """Speedup of one layer's decode attention over FlashInfer BF16 at widths (s, w).
+
+        Between and beyond the two measured widths the time is linear in the bytes read, so protection never looks
+        faster than none unless it was measured to be.
+        """
+        none, paper, here = (self._bytes_read(*widths) for widths in (NONE, PAPER, (sink, recent)))
+        share = (here - none) / (paper - none)
+        ms = (1 - share) * self.ms["kv4"] + share * self.ms["kv4rl"]
+        scope = "measured" if (sink, recent) in (NONE, PAPER) else "predicted"
+        return Speed(self.ms["bf16_flashinfer"] / ms, scope)
 
     def step_speed(self, sink: int, recent: int) -> float:
         """Predicted speedup of a whole decode step of Qwen3-4B at TP2: attention is a part of it (`StepCost`)."""

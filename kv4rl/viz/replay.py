@@ -4,8 +4,10 @@ Rows of `replay.csv` name the model `qwen3-4b` at TP2 and `qwen3-4b-tp1` on one 
 `rollout.csv` name it `qwen3-4b` on one GPU and `qwen3-4b-tp2` on two.
 """
 
+import math
 import re
 from collections.abc import Mapping, Sequence
+from itertools import pairwise
 
 import plotly.graph_objects as go
 
@@ -13,6 +15,7 @@ from kv4rl.config import PRECISIONS, KVConfig
 from kv4rl.paper import PUBLISHED, REPLAY_SHAPES
 from kv4rl.theory.roofline import QWEN3_4B, QWEN3_8B
 from kv4rl.theory.step_cost import StepCost
+from kv4rl.viz.rows import without_empty_columns
 from kv4rl.viz.style import PRECISION_COLOURS, PRECISION_NAMES
 
 Rows = Sequence[Mapping[str, str]]
@@ -43,7 +46,7 @@ def speedups(rows: Rows, metric: str = "speedup_vs_bf16") -> dict[tuple[str, str
 
 
 def replay_table(rows: Rows) -> list[dict[str, str]]:
-    """One dict a checkpoint of Table A3 and model: the paper's KV4 beside every arm of ours, in its order."""
+    """One dict a checkpoint of Table A3 and model: the paper's KV4 beside each arm of ours with rows, in its order."""
     found = speedups(rows)
     lines = []
     for (group, model), arms in sorted(found.items(), key=lambda item: _place(item[0])):
@@ -53,7 +56,7 @@ def replay_table(rows: Rows) -> list[dict[str, str]]:
         line = {"checkpoint": group, "ours at": f"TP{of_model({'model': model})[1]}"}
         line["paper KV4, TP2"] = f"{published.value:.2f}x" if published else "drawn only"
         lines.append(line | {name: f"{arms[arm]:.2f}x" if arm in arms else "-" for arm, (name, _) in ARMS.items()})
-    return lines
+    return without_empty_columns(lines)
 
 
 def _place(key: tuple[str, str]) -> tuple[int, str]:
@@ -62,7 +65,7 @@ def _place(key: tuple[str, str]) -> tuple[int, str]:
 
 
 def checkpoint_speedups(rows: Rows) -> go.Figure:
-    """Fig. 3b and A2: grouped bars of forward speedups (Eq. A2) a checkpoint; hatched: the paper's KV4 at TP2."""
+    """Fig. 3b and A2: grouped bars of forward speedups (Eq. A2) a checkpoint; hollow: the paper's KV4 at TP2."""
     found = {key: arms for key, arms in speedups(rows).items() if key[0] in REPLAY_SHAPES}
     keys = sorted(found, key=_place)
     labels = [f"{group}<br>TP{of_model({'model': model})[1]}" for group, model in keys]
@@ -73,9 +76,9 @@ def checkpoint_speedups(rows: Rows) -> go.Figure:
             figure.add_bar(x=labels, y=values, name=name, marker_color=colour)
         if arm == "kv4":
             paper = [PUBLISHED.get(f"replay/{group}/kv4") for group, _ in keys]
-            hatched = {"color": "white", "line": {"color": colour}, "pattern": {"shape": "/", "fgcolor": colour}}
+            hollow = {"color": "white", "line": {"color": colour, "width": 2}}
             values = [item and item.value for item in paper]
-            figure.add_bar(x=labels, y=values, name="KV4, paper (TP2)", marker=hatched)
+            figure.add_bar(x=labels, y=values, name="KV4, paper (TP2)", marker=hollow)
     figure.add_hline(y=1, line={"dash": "dash", "width": 1})
     figure.update_yaxes(title_text="decode step, speedup over BF16", rangemode="tozero")
     figure.update_layout(barmode="group", height=420, width=980, legend={"orientation": "h", "y": 1.15})
@@ -107,9 +110,28 @@ def window_speedups(rows: Rows) -> list[dict[str, str]]:
     return lines
 
 
+ORDER = ("fp8_kv", "kv8", "kv4")  # Fig. A2: each above the one before
+
+
+def order_checks(rows: Rows) -> list[tuple[str, str, str, str, bool]]:
+    """(group of states, model, lower arm, higher arm, held) of each neighbouring pair of `ORDER` with both measured."""
+    return [
+        (group, model, lower, higher, arms[lower] < arms[higher])
+        for (group, model), arms in speedups(rows).items()
+        for lower, higher in pairwise(ORDER)
+        if {lower, higher} <= arms.keys()
+    ]
+
+
+def measured_windows(rows: Rows) -> dict[tuple[str, str], list[int]]:
+    """(heterogeneous states, model) -> the recent widths that have rows, ascending."""
+    found = {key: [width for width, _ in _windows(arms)] for key, arms in speedups(rows).items()}
+    return {key: widths for key, widths in found.items() if key[0].startswith("ragged") and widths}
+
+
 def window_figure(rows: Rows) -> go.Figure:
     """Fig. A3b,d: speedup over BF16 against the recent width; dotted: KV4 without protection; star: the paper's."""
-    figure = go.Figure()
+    figure, widest = go.Figure(), [math.log10(width) for width in (14, 590)]
     colours = {"ragged-4B": PRECISION_COLOURS["kv4rl"], "ragged-8B": PRECISION_COLOURS["kv8"]}
     for (group, model), arms in speedups(rows).items():
         points = [(width, arms[arm]) for width, arm in _windows(arms)]
@@ -120,11 +142,13 @@ def window_figure(rows: Rows) -> go.Figure:
         figure.add_scatter(x=x, y=y, name=f"KV4-RL, {name}", mode="lines+markers", line=line)
         if "kv4" in arms:
             dotted = {"color": colours[group], "dash": "dot"}
-            figure.add_scatter(x=[x[0], x[-1]], y=[arms["kv4"]] * 2, name=f"KV4, {name}", mode="lines", line=dotted)
+            ends = [10**end for end in widest]  # over the whole axis: a model may have one width only
+            figure.add_scatter(x=ends, y=[arms["kv4"]] * 2, name=f"KV4, {name}", mode="lines", line=dotted)
     published = PUBLISHED["ragged/4b/kv4rl"]
     marker = {"symbol": "star", "size": 14, "color": "black"}
     figure.add_scatter(x=[128], y=[published.value], mode="markers", name="paper, 4B at 128, TP2", marker=marker)
-    figure.update_xaxes(title_text="recent positions in INT8", type="log", tickvals=[16, 32, 64, 128, 256, 512])
+    ticks = [16, 32, 64, 128, 256, 512]
+    figure.update_xaxes(title_text="recent positions in INT8", type="log", tickvals=ticks, range=widest)
     figure.update_yaxes(title_text="speedup over BF16")
     figure.update_layout(height=400, width=900)
     return figure

@@ -4,6 +4,8 @@ from collections.abc import Mapping, Sequence
 
 from kv4rl.config import PRECISIONS
 from kv4rl.paper import PUBLISHED
+from kv4rl.viz.names import PRECISION_NAMES
+from kv4rl.viz.rows import without_empty_columns
 
 Rows = Sequence[Mapping[str, str]]
 
@@ -30,7 +32,22 @@ def collection_rows(rows: Rows) -> list[dict[str, str]]:
             "capacity": "speedup_of_capacity",
         }
         lines.append(line | {name: f"{cells[key]:.2f}x" if key in cells else "-" for name, key in names.items()})
-    return lines
+    return without_empty_columns(lines)
+
+
+def unanswered_collections(rows: Rows) -> list[str]:
+    """What `collection_rows` lacks, a sentence a fit and model: rows of BF16 alone compare nothing."""
+    found: dict[tuple[str, str], set[str]] = {}
+    for (shape, model, arm), cells in _cells(rows).items():
+        if arm in PRECISIONS and "cache_pages" in cells:
+            found.setdefault((shape, model), set()).add(arm)
+    return [
+        f"{model}, {shape}: "
+        + ", ".join(PRECISION_NAMES[name] for name in PRECISIONS if name not in arms)
+        + " not measured"
+        for (shape, model), arms in found.items()
+        if not {"bf16", "kv4rl"} <= arms
+    ]
 
 
 def scheduler_rows(rows: Rows) -> list[dict[str, str]]:

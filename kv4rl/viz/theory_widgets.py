@@ -5,7 +5,7 @@ import math
 import ipywidgets as widgets
 import plotly.graph_objects as go
 
-from kv4rl.config import require
+from kv4rl.config import require, require_number
 from kv4rl.theory.lengths import LengthDistribution
 from kv4rl.theory.planner import H200_BYTES, kv_budget_bytes
 from kv4rl.theory.roofline import QWEN3_4B, QWEN3_8B
@@ -21,8 +21,11 @@ MODELS = {"Qwen3-4B": QWEN3_4B, "Qwen3-8B": QWEN3_8B}
 
 def law(family: str, mean: int, spread: float) -> LengthDistribution:
     """A law of the family with about that mean before the cap. `spread`: sigma of the log-normal; for the bimodal law
-    the long response is exp(2 spread) times the short one and one response in ten is long."""
+    the long response is exp(2 spread) times the short one and one response in ten is long. Raises ValueError for
+    another family, a mean outside [1, CAP] or a spread outside (0, 3]."""
     require(family in FAMILIES, "family", family, f"one of {', '.join(FAMILIES)}")
+    require_number(mean, "mean", 1, CAP)
+    require_number(spread, "spread", 0, 3, open_low=True)
     if family == "deterministic":
         return LengthDistribution.deterministic(mean)
     if family == "geometric":
@@ -67,8 +70,8 @@ def planner_explorer() -> Explorer:
             "tensor_parallel": widgets.Dropdown(options=[1, 2, 4, 8], value=2, description="TP"),
             "hbm_gb": slider(widgets.IntSlider, round(H200_BYTES / 1e9), 100, 288, 1, "GB a GPU"),
             "slots": stops(1024, [128, 256, 512, 1024, 2048], "slots"),
-            "sink_tokens": slider(widgets.IntSlider, 16, 0, 64, 16, "sink"),
-            "recent_tokens": slider(widgets.IntSlider, 128, 0, 512, 16, "recent"),
+            "sink_tokens": stops(16, range(0, 65, 16), "sink"),
+            "recent_tokens": stops(128, range(0, 513, 16), "recent"),
             "family": widgets.Dropdown(options=FAMILIES, value="log-normal", description="law"),
             "mean": slider(widgets.IntSlider, 4500, 200, 8000, 100, "mean length"),
             "spread": slider(widgets.FloatSlider, 0.6, 0.1, 1.5, 0.05, "spread"),

@@ -35,9 +35,11 @@ def learning_curves(runs: Mapping[str, Sequence[Sequence[Mapping]]], *, panels=P
             table = np.array([one[:length] for one in values])
             traces = _precision_traces(precision, table, window, legend=column == 1)
             figure.add_traces(traces, rows=1, cols=column)
-    figure.update_xaxes(title_text="policy update")
-    figure.update_annotations(font_size=14)  # the panels' titles, apart from each other
-    figure.update_layout(height=360, width=300 * len(panels))
+    updates = max((len(lines) for seeds in runs.values() for lines in seeds), default=0)
+    figure.update_xaxes(title_text="policy update", dtick=max(1, 5 * round(updates / 25)))  # no tick between updates
+    figure.update_yaxes(exponentformat="power", nticks=6)
+    figure.update_annotations(font_size=14, yshift=8)  # the panels' titles, apart from each other and the top tick
+    figure.update_layout(height=385, width=300 * len(panels), margin={"t": 85})  # a title stands above the panels'
     return figure
 
 
@@ -84,7 +86,7 @@ def tis_weights(weights: Sequence[float], clip: float) -> go.Figure:
     figure = go.Figure(go.Histogram(x=np.log10(np.maximum(weights, 1e-6)), nbinsx=80, marker_color=ACCENT))
     figure.add_vline(x=float(np.log10(clip)), line_dash="dash", annotation_text=f"C = {clip:g}")
     figure.update_xaxes(title_text="log10 tis_weight")
-    figure.update_yaxes(title_text="tokens", type="log")
+    figure.update_yaxes(title_text="tokens", type="log", dtick=1, exponentformat="power")
     figure.update_layout(height=360, width=560)
     return figure
 
@@ -104,6 +106,7 @@ def occupancy(trace: Mapping[str, Sequence], total_pages: int) -> go.Figure:
         figure.add_vline(x=int(boundary), line={"color": "#BBBBBB", "width": 1})
     figure.update_xaxes(title_text="engine step (grey lines: policy updates)")
     figure.update_yaxes(title_text="active requests", secondary_y=False, rangemode="tozero")
-    figure.update_yaxes(title_text=f"used pages of {total_pages}", secondary_y=True, showgrid=False, rangemode="tozero")
+    right = {"secondary_y": True, "showgrid": False, "rangemode": "tozero", "tickmode": "auto"}  # round numbers
+    figure.update_yaxes(title_text=f"used pages of {total_pages:,}", **right)
     figure.update_layout(height=380, width=900)
     return figure

@@ -4,7 +4,9 @@ from fnmatch import fnmatch
 
 import pytest
 
+from kv4rl import preset
 from kv4rl.compare import ABSENT, COMPARISONS, compare
+from kv4rl.compare_every import INSTEAD, every_number, preset_values
 from kv4rl.paper import PUBLISHED
 from kv4rl.results import latest, read_rows, result_row, write_rows
 
@@ -61,3 +63,40 @@ def test_a_storage_kl_is_of_the_published_bits(item):
 
 def test_every_published_storage_kl_is_compared():
     assert {item.published for item in STORAGE_KL} == {key for key in PUBLISHED if fnmatch(key, "storage/*/kl")}
+
+
+def test_the_full_list_has_every_number_once_with_all_of_our_rows(tmp_path):
+    assert [line["number"] for line in every_number()] == list(PUBLISHED)
+    for model, value in (("smollm2-135m", 36.7), ("mini-qwen3", 1.36)):
+        about = {"experiment": "fidelity", "arm": "kv4rl", "shape": "4b", "metric": "kl_reduction_vs_kv4", "unit": "x"}
+        write_rows(tmp_path / "fidelity.csv", [result_row(**about, model=model, value=value)])
+    said = {line["number"]: line["ours"] for line in every_number(tmp_path)}
+    assert said["fidelity/4b/kl_reduction_16_128"] == "measured, smollm2-135m: 36.7 x; measured, mini-qwen3: 1.36 x"
+    assert said["rollout/8b/cumulative"] == ABSENT and said["config/tis_clip"] == "setting"
+    assert said["trace/kv_bytes_per_position"] == "checked in 02"
+
+
+def test_the_full_list_prints_shares_in_the_papers_unit_and_no_unit_of_one():
+    lines = {line["number"]: line for line in every_number()}
+    assert lines["config/adam_beta1"]["paper"] == "0.9" and not any(
+        line["paper"].endswith(" 1") for line in lines.values()
+    )
+    assert lines["ragged/4b/retention_vs_kv4"]["paper"] == "94 %" and "%" in lines["ragged/4b/retention_vs_kv4"]["ours"]
+
+
+def test_every_pattern_of_the_full_list_fits_a_number():
+    for pattern in (pattern for patterns in INSTEAD.values() for pattern in patterns):
+        assert any(fnmatch(key, pattern) for key in PUBLISHED), pattern
+
+
+def test_the_4b_preset_has_the_papers_settings():
+    found = preset_values(preset("qwen3_4b"))
+    assert {key: value for key, value in found.items() if value != PUBLISHED[key].value} == {} and len(found) == 24
+
+
+def test_extremes_are_over_the_newest_row_of_each_checkpoint(tmp_path):
+    about = {"experiment": "replay", "arm": "kv8", "model": "qwen3-4b", "metric": "speedup_vs_bf16", "unit": "x"}
+    found = {"4B-100": 1.4, "4B-300": 1.5, "ragged-4B": 1.1}
+    write_rows(tmp_path / "replay.csv", [result_row(**about, shape=name, value=value) for name, value in found.items()])
+    said = {line["number"]: line["ours"] for line in every_number(tmp_path)}
+    assert said["replay/4b/kv8_lowest"].endswith(": 1.4 x") and said["replay/4b/kv8_highest"].endswith(": 1.5 x")

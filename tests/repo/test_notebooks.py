@@ -87,6 +87,33 @@ def test_it_ends_with_what_to_do_next(notebook):
     assert positions == sorted(positions) and positions[0] > 0
 
 
+def test_it_says_what_was_seen_in_numbers_made_from_the_run(notebook):
+    cells = notebook.cells
+    (at,) = (i for i, cell in enumerate(cells) if cell.source.startswith("## What you saw\n"))
+    code = cells[at + 1]
+    assert "notebook.saw(" in code.source and not re.search(r"(?<![\w{:.\[])\d+\.\d+(?![\w}])", code.source)
+    said = code.outputs[-1]["data"]["text/markdown"].split("\n")
+    assert len(said) >= 3 and all(line.startswith("- ") for line in said) and re.search(r"\d", "".join(said))
+
+
+def test_tables_have_as_many_cells_as_columns(notebook):
+    outputs = [output for cell in code_cells(notebook) for output in cell.outputs]
+    texts = [output.get("data", {}).get("text/markdown", "") for output in outputs]
+    for block in (block for text in texts for block in text.split("\n\n") if block.startswith("| ")):
+        widths = {len(re.findall(r"(?<!\\)\|", line)) for line in block.split("\n")}
+        assert len(widths) == 1, block.split("\n")[0]
+
+
+def test_no_output_is_a_raw_repr(notebook):
+    """A widget's, a list's or a dict's repr is for programmers: a sentence or a table stands in its place."""
+    for output in (output for cell in code_cells(notebook) for output in cell.outputs):
+        text = output.get("text") or ""
+        data = output.get("data", {})
+        shown = text if text or data.keys() - {"text/plain"} else data.get("text/plain", "")
+        assert "children=(" not in data.get("text/plain", "")
+        assert not [line for line in shown.split("\n") if line.startswith(("{'", "[{", "(Regions"))]
+
+
 def test_readme_lists_it_with_the_same_facts(path, notebook):
     row = next(line for line in (REPOSITORY / "README.md").read_text().split("\n") if f"notebooks/{path.name}" in line)
     meta = notebook.metadata["kv4rl"]

@@ -1,6 +1,6 @@
 from kv4rl.fidelity.pareto import Point, front
 from kv4rl.paper import PUBLISHED
-from kv4rl.viz.fidelity import arm_bars, pareto, short_name, width_sweeps, widths
+from kv4rl.viz.fidelity import arm_dots, pareto, short_name, width_sweeps, widths
 from kv4rl.viz.style import ACCENT, PRECISION_COLOURS
 
 
@@ -10,7 +10,7 @@ def row(arm, value, model="m", shape="4b"):
 
 
 def test_bars_keep_the_rows_order_and_colour_only_precisions():
-    figure = arm_bars([row("kv4", 0.1), row("kv4-random144", 0.05)])
+    figure = arm_dots([row("kv4", 0.1), row("kv4-random144", 0.05)])
     assert list(figure.data[0].y) == ["KV4", "kv4-random144"]
     assert list(figure.data[0].marker.color) == [PRECISION_COLOURS["kv4"], ACCENT]
     assert list(figure.data[0].error_x.arrayminus) == [0.05, 0.025]
@@ -19,7 +19,7 @@ def test_bars_keep_the_rows_order_and_colour_only_precisions():
 
 def test_panels_stand_below_and_models_beside_one_another_with_their_states():
     places = [("a", "m"), ("a", "n"), ("b", "m"), ("b", "n")]
-    figure = arm_bars([row("kv4", 0.1, model, shape) for shape, model in places] + [row("kv4", 0.3, "m", "a")])
+    figure = arm_dots([row("kv4", 0.1, model, shape) for shape, model in places] + [row("kv4", 0.3, "m", "a")])
     titles = [annotation.text for annotation in figure.layout.annotations]
     assert titles == [f"{shape}: {model}, 256 states" for shape, model in places]
     assert figure.data[0].x[0] == 0.3  # the last row of an arm

@@ -7,14 +7,22 @@ from kv4rl.theory.roofline import QWEN3_4B
 from kv4rl.theory.step_cost import StepCost
 from kv4rl.viz.replay import (
     checkpoint_speedups,
+    measured_windows,
     of_model,
+    order_checks,
     predicted_and_measured,
     predicted_ms,
     replay_table,
     window_figure,
     window_speedups,
 )
-from kv4rl.viz.rollout import collection_rows, overhead_rows, scheduler_rows, today_rows
+from kv4rl.viz.rollout import (
+    collection_rows,
+    overhead_rows,
+    scheduler_rows,
+    today_rows,
+    unanswered_collections,
+)
 
 
 def row(arm, shape, metric, value, *, model="qwen3-4b", experiment="replay"):
@@ -43,6 +51,7 @@ def test_checkpoints_come_in_the_papers_order_beside_its_kv4():
         ("4B-100", "TP2", "1.70x"), ("4B-300", "TP2", "2.10x"), ("4B-300", "TP1", "2.20x"),
     ]  # fmt: skip
     assert lines[0]["paper KV4, TP2"] == "1.53x" and lines[0]["KV8"] == "-" and replay_table([]) == []
+    assert "FP8 W8A8" not in lines[0], "a column of which nothing was measured is left out"
     figure = checkpoint_speedups(REPLAY)
     assert {trace.name for trace in figure.data} == {"KV8", "KV4", "KV4, paper (TP2)"}
 
@@ -53,6 +62,19 @@ def test_widths_are_in_order_and_only_the_papers_has_its_share():
     assert [line["paper's share"] for line in lines] == ["", "94%", ""]
     assert lines[1]["share of KV4's throughput"] == "93.6%"
     assert list(window_figure(REPLAY).data[0].x) == [16, 128, 512]
+    assert measured_windows(REPLAY) == {("ragged-4B", "qwen3-4b"): [16, 128, 512]}
+
+
+def test_kv4_is_a_line_also_where_one_width_was_measured():
+    one = [row("kv4", "ragged-8B", "speedup_vs_bf16", 2.6), row("kv4rl", "ragged-8B", "speedup_vs_bf16", 2.5)]
+    _, level, _ = window_figure(one).data
+    assert level.name == "KV4, 8B, TP2" and level.x[0] < 16 and level.x[1] > 512 and list(level.y) == [2.6, 2.6]
+
+
+def test_an_order_is_asked_only_where_both_of_a_pair_were_measured():
+    assert [check[2:] for check in order_checks(REPLAY)] == [("kv8", "kv4", True)]
+    with_fp8 = [*REPLAY, row("fp8_kv", "4B-300", "speedup_vs_bf16", 1.6)]
+    assert [check[2:] for check in order_checks(with_fp8)] == [("fp8_kv", "kv8", False), ("kv8", "kv4", True)]
 
 
 def test_a_prediction_is_of_the_rows_own_state_format_and_gpus():
@@ -73,6 +95,14 @@ def test_collections_show_what_execution_and_capacity_gain():
     first, second = collection_rows(rows)
     assert first["cache"] == "bf16" and first["over BF16"] == "-"
     assert (second["over BF16"], second["execution"], second["capacity"]) == ("2.00x", "1.60x", "1.25x")
+
+
+def test_a_collection_through_bf16_alone_is_named_and_has_no_column_of_gains():
+    cells = {"collection_s": 50, "decode_tokens_per_s": 9000, "cache_pages": 1e5}
+    given = {"experiment": "rollout", "model": "qwen3-8b"}
+    rows = [row("bf16", "8B-400", metric, value, **given) for metric, value in cells.items()]
+    assert "over BF16" not in collection_rows(rows)[0]
+    assert unanswered_collections(rows) == ["qwen3-8b, 8B-400: KV8, KV4, KV4-RL not measured"]
 
 
 def test_schedulers_ratios_stand_beside_the_papers_where_it_prints_them():

@@ -64,6 +64,27 @@ def test_the_cheapest_pair_is_the_fewest_positions_whose_interval_fits(grid):
         grid.cheapest(1e-12)
 
 
+def test_a_budget_that_is_no_number_is_refused(grid):
+    for budget in ("a", None, float("nan"), True):
+        with pytest.raises(ValueError, match=r"budget=.*: expected a number"):
+            grid.cheapest(budget)
+
+
+def test_an_explorer_of_what_does_not_fit_together_is_refused_in_a_sentence(grid, loads):
+    narrow = Grid(MODEL, {pair: point for pair, point in grid.points.items() if pair[1] < 512})
+    without = Grid(MODEL, {pair: point for pair, point in grid.points.items() if pair[1] != 128})
+    foreign = Workload(1, 1, loads[0].ms)
+    for sentence, given, extra in (
+        ("grids=.*: expected one model's grid or more", ({}, loads), {}),
+        ("loads=.*: expected one workload or more", ({MODEL: grid}, []), {}),
+        ("grids=.*: expected the same widths for every model", ({MODEL: grid, "other": narrow}, loads), {}),
+        ("widths=.*: expected 16/128 among them", ({MODEL: without}, loads), {}),
+        ("load='1 x 1': expected one of", ({MODEL: grid}, loads), {"load": foreign}),
+    ):
+        with pytest.raises(ValueError, match=sentence):
+            protection_explorer(*given, **extra)
+
+
 def test_the_front_has_no_point_that_another_beats(grid):
     front = grid.front()
     assert front[0].protected == 0
@@ -82,8 +103,12 @@ def test_speed_is_the_rows_where_they_exist_and_says_where_it_is_predicted(loads
         assert load.speed(16, 64).scope == load.speed(0, 144).scope == "predicted"
 
 
-def test_predicted_time_is_proportional_to_bytes_and_continues_the_measurement(loads):
+def test_predicted_time_is_linear_in_bytes_through_both_measurements(loads):
     for load in loads:
+        ends = [load.speed(*widths).over_bf16 for widths in ((0, 0), PAPER)]
+        if ends[0] >= ends[1]:
+            inside = [load.speed(s, w).over_bf16 for s, w in ((0, 16), (0, 32), (1, 64), (16, 64), (0, 128), (16, 112))]
+            assert ends[0] >= max(inside) and min(inside) >= ends[1], "protection never looks faster than none"
         near = [load.speed(16, recent).over_bf16 for recent in (127, 128, 129)]
         assert near == sorted(near, reverse=True) and near[0] / near[2] < 1.01
         assert load.speed(128, 16).over_bf16 == pytest.approx(load.speed(*PAPER).over_bf16), "where does not matter"

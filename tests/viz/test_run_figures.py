@@ -4,9 +4,9 @@ import pytest
 
 from kv4rl import preset
 from kv4rl.learning import Run
-from kv4rl.viz.evaluation import distance_to_bf16, our_distances, paper_distances
+from kv4rl.viz.evaluation import distance_to_bf16, our_distances, paper_distances, sampled_as
 from kv4rl.viz.hbm import hbm_plan, plan_rows, plans, shapes_only
-from kv4rl.viz.iteration import PHASES, iteration_phases, iteration_rows
+from kv4rl.viz.iteration import PHASES, iteration_phases, iteration_rows, unpaired
 
 ROLLOUT = preset("qwen3_4b").rollout
 
@@ -24,6 +24,7 @@ def test_a_plan_spends_the_whole_budget_and_its_bars_add_up_to_it():
     for place, (name, plan) in enumerate(found.items()):
         total = sum(trace.x[place] for trace in figure.data)
         assert total == pytest.approx(plan.nbytes / 1e9) and 100 - total < plan.cache.page_bytes / 1e9, name
+    assert figure.data[0].y[0] == "qwen3-4b · BF16"
     lines = {line["precision"]: line for line in plan_rows(found)}
     assert lines["kv4"]["side buffer, GB"] == "0.00" and float(lines["kv4rl"]["side buffer, GB"]) > 5
 
@@ -52,11 +53,18 @@ def test_iterations_are_listed_bf16_first_with_rollouts_share():
     assert [label.rpartition(", ")[2] for label in figure.data[0].y] == ["BF16", "KV4-RL"]
 
 
+def test_a_run_without_bf16_beside_it_is_named():
+    found = rows(rollout_s=6.0)
+    assert unpaired(found) == []
+    alone = [row for row in found if row["arm"] == "kv4rl"]
+    assert unpaired(alone) == ["qwen3-4b, 4B-300: BF16 not measured, so no gain"]
+
+
 def test_a_learner_without_rollout_is_listed_last_and_drawn_nowhere():
     given = [row | {"arm": "learner"} for row in rows(update_s=2.5) if row["arm"] == "kv4rl"]
     lines = iteration_rows(given + rows(update_s=1.0))
     assert [line["rollout through"] for line in lines] == ["bf16", "kv4rl", "no rollout"]
-    assert lines[-1]["update, s"] == "2.50" and lines[-1]["rollout, s"] == "-"
+    assert lines[-1]["update, s"] == "2.50" and "rollout, s" not in lines[-1]
     assert len(iteration_phases(given).data[0].y) == 0
 
 
@@ -69,3 +77,10 @@ def test_distances_are_the_papers_and_ours_only_from_two_seeds_on():
     ((name, found),) = our_distances({"updates=30": two}).items()
     assert "30 updates" in name and found["kv4"].mean == pytest.approx(-5)
     assert len(distance_to_bf16(paper | {name: found}).data) == 3
+
+
+def test_an_evaluations_temperature_and_problems_are_read_off_its_command():
+    found = sampled_as()
+    assert found["mini-qwen3", "mini-qwen3"] == {"temperature": "0.6", "problems": "128"}
+    assert found["mini-qwen3", "before training, T=1"] == {"temperature": "1", "problems": "64"}
+    assert sampled_as("nowhere.csv") == {}

@@ -5,6 +5,7 @@ import time
 
 import numpy as np
 import pytest
+from traitlets import TraitError
 
 from kv4rl.config import RolloutConfig
 from kv4rl.rollout.simulator import simulate, summarize
@@ -51,7 +52,16 @@ def test_the_survivors_of_a_wave_sum_to_its_occupancy():
 def test_the_explorer_states_the_exact_values():
     titles = [note.text for note in explore(LAW, 512, 100).layout.annotations]
     assert f"C_KV = {concentration.kv_concentration(LAW, 512):.2f} at B = 512" in titles
-    assert f"{concentration.refill_context(LAW, 100):,.0f} (refill)" in titles[2]
+    assert f"context {concentration.wave_context(LAW, 512, 100):,.0f} (sync)" in titles[1]
+    assert titles[1].endswith(f"{concentration.refill_context(LAW, 100):,.0f} (refill)")
+    assert f"{concentration.length_biased(LAW).mean:,.0f} seen in a slot" in titles[2]
+
+
+def test_every_panel_of_the_explorer_has_a_y_label_and_every_law_a_name():
+    figure = explore(LAW, 512, 100)
+    assert [axis.title.text for axis in figure.select_yaxes()] == ["C_KV", "active requests", "probability"]
+    named = [trace.name for trace in figure.data if trace.showlegend is not False]
+    assert named == ["a wave", "refill", "L, one a response", "L*, one a slot-step"]
 
 
 def simulated():
@@ -158,3 +168,25 @@ def test_the_laws_of_the_sliders_have_the_mean_they_say():
         assert theory_widgets.law(family, 1000, 0.5).mean == pytest.approx(1000, rel=0.01)
     with pytest.raises(ValueError, match="family='zipf': expected one of deterministic"):
         theory_widgets.law("zipf", 10, 1)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        (("bimodal", -3, 0.5), "mean=-3: expected a number >= 1"),
+        (("geometric", "10", 0.5), "mean='10': expected a number"),
+        (("log-normal", 100, float("nan")), "spread=nan: expected a number > 0"),
+        (("log-normal", 100, -1), "spread=-1: expected a number > 0"),
+        (("deterministic", 10**6, 0.5), "mean=1000000: expected a number >= 1 and <= 16384"),
+    ],
+)
+def test_a_law_that_cannot_be_is_refused_in_a_sentence(given, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        theory_widgets.law(*given)
+
+
+def test_the_planners_widths_are_whole_pages():
+    explorer = theory_widgets.planner_explorer()
+    for name in ("sink_tokens", "recent_tokens"):
+        with pytest.raises(TraitError, match="Invalid selection"):
+            explorer.controls[name].value = 7
