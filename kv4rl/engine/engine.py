@@ -44,11 +44,15 @@ class Response:
     finish_reason: str  # "eos" or "length"
 
 
-def _require_kinds(decoder: object, kv: object, rollout: object) -> None:
-    """ValueError for a name where a model belongs, and for one configuration where another does."""
+def _require_fitting(decoder, kv, rollout, eos_token_ids: Sequence[int]) -> None:
+    """ValueError for a name where a model belongs, one configuration where another does, tokens the model lacks."""
     require(hasattr(decoder, "cache_shape"), "decoder", decoder, "a model: load_decoder(name) makes one")
     require(isinstance(kv, KVConfig), "kv", kv, 'a KVConfig, such as KVConfig("kv4rl")')
     require(isinstance(rollout, RolloutConfig), "rollout", rollout, 'a RolloutConfig, such as preset("mini").rollout')
+    vocabulary = decoder.config.vocab_size
+    for token in token_ids(eos_token_ids, "eos_token_ids"):
+        require(0 <= token < vocabulary, "eos_token_ids", token, f"a token id below the vocabulary's {vocabulary}")
+    require_protected_fits(kv, decoder.config.max_positions)
 
 
 class RolloutEngine(BatchingEngine):
@@ -80,11 +84,7 @@ class RolloutEngine(BatchingEngine):
         overlap: bool | None = None,
         memory: CacheMemory | None = None,
     ):
-        _require_kinds(decoder, kv, rollout)
-        vocabulary = decoder.config.vocab_size
-        for token in token_ids(eos_token_ids, "eos_token_ids"):
-            require(0 <= token < vocabulary, "eos_token_ids", token, f"a token id below the vocabulary's {vocabulary}")
-        require_protected_fits(kv, decoder.config.max_positions)
+        _require_fitting(decoder, kv, rollout, eos_token_ids)
         self.decoder = decoder
         self._communicator = getattr(decoder, "communicator", None)
         self.rollout = rollout
@@ -92,13 +92,7 @@ class RolloutEngine(BatchingEngine):
         slots = rollout.max_active_requests
         limits = Limits(slots, rollout.step_tokens, rollout.workspace_tokens, rollout.max_prompt_tokens)
         self.memory = memory or CacheMemory("cpu")
-        with naming_the_plan(decoder, kv, rollout):
-            decoder.prepare_inference()
-            with self.memory.allocating():
-                self.cache = KVCache(
-                    kv, decoder.cache_shape(), num_pages=rollout.cache_pages, num_slots=slots, device=decoder.device,
-                    backend=backend,
-                )  # fmt: skip
+        self.cache = self._make_cache(kv, backend)
         super().__init__(Scheduler(self.cache.allocator, limits), bytes_per_page=self.cache.bytes_per_page)
         self._sampling = Sampling.of(rollout)
         self._noise = np.zeros(slots, dtype=np.int64)  # key of the request in each slot
@@ -107,8 +101,7 @@ class RolloutEngine(BatchingEngine):
             require(len(self.eos_token_ids) > 0, "eos_token_ids", (), "a token to end responses of forced length with")
             self._forced = ForcedEnd.of(self.eos_token_ids, decoder)
         graphs = graphs and capturable(self.cache)
-        if graphs and buckets is None:
-            buckets = default_buckets(slots)
+        buckets = default_buckets(slots) if graphs and buckets is None else buckets
         pages = max_pages(decoder, rollout)
         self._sampler = sampler_of(decoder)
         with self._naming_the_plan():
@@ -118,6 +111,14 @@ class RolloutEngine(BatchingEngine):
         self._graphs = StepGraphs(self._decode) if graphs else None
         self.overlap = graphs if overlap is None else overlap
         self._weights_whole = True
+
+    def _make_cache(self, kv: KVConfig, backend: str) -> KVCache:
+        decoder, rollout = self.decoder, self.rollout
+        sizes = {"num_pages": rollout.cache_pages, "num_slots": rollout.max_active_requests}
+        with naming_the_plan(decoder, kv, rollout):
+            decoder.prepare_inference()
+            with self.memory.allocating():
+                return KVCache(kv, decoder.cache_shape(), **sizes, device=decoder.device, backend=backend)
 
     @torch.inference_mode()
     def capture(self) -> None:

@@ -106,6 +106,15 @@ def test_bit_width_is_the_caches_tag_not_hard_coded(launched_build):
         assert arguments.write_defines(cache)["PRECISION"] == code
 
 
+def kv4rl_ptx(tmp_path, launched_build) -> str:
+    name, defines = launched_build("kv4rl", 128, 4, torch.bfloat16, "fp16", {})
+    output = tmp_path / "decode.ptx"
+    command = jit.compile_command(nvcc(), jit.sources() / f"{name}.cu", output, defines, "-ptx")
+    command[command.index("-gencode") + 1] = f"arch=compute_{jit.ARCHITECTURE},code=compute_{jit.ARCHITECTURE}"
+    subprocess.run(command, check=True, capture_output=True)
+    return output.read_text()
+
+
 LOAD = re.compile(r"ld\.volatile\.global\.u16\s+(%rs\d+)")
 
 
@@ -125,12 +134,7 @@ def loads_that_wait(ptx: str, together: int) -> list[str]:
 
 def test_an_items_side_scales_are_all_asked_for_before_one_is_waited_for(tmp_path, launched_build):
     """KV4-RL's streaming warp lost 10 % of the kernel's time when each pair of loads waited for the one before."""
-    name, defines = launched_build("kv4rl", 128, 4, torch.bfloat16, "fp16", {})
-    output = tmp_path / "decode.ptx"
-    command = jit.compile_command(nvcc(), jit.sources() / f"{name}.cu", output, defines, "-ptx")
-    command[command.index("-gencode") + 1] = f"arch=compute_{jit.ARCHITECTURE},code=compute_{jit.ARCHITECTURE}"
-    subprocess.run(command, check=True, capture_output=True)
-    ptx = output.read_text()
+    ptx = kv4rl_ptx(tmp_path, launched_build)
     loads = len(LOAD.findall(ptx))
     assert loads > 0 and loads % 10 == 0  # 5 keys' and 5 values' scales a lane, wherever an item is looked up
     assert loads_that_wait(ptx, together=10) == []
@@ -145,12 +149,7 @@ def test_a_load_under_a_branch_or_a_use_between_loads_is_found():
 
 def test_the_streaming_warp_takes_tickets_without_waiting_for_them(tmp_path, launched_build):
     """For atomicAdd the compiler shuffles the answer at once: each item then waited for a round trip to L2."""
-    name, defines = launched_build("kv4rl", 128, 4, torch.bfloat16, "fp16", {})
-    output = tmp_path / "decode.ptx"
-    command = jit.compile_command(nvcc(), jit.sources() / f"{name}.cu", output, defines, "-ptx")
-    command[command.index("-gencode") + 1] = f"arch=compute_{jit.ARCHITECTURE},code=compute_{jit.ARCHITECTURE}"
-    subprocess.run(command, check=True, capture_output=True)
-    words = [line.strip() for line in output.read_text().splitlines()]
+    words = [line.strip() for line in kv4rl_ptx(tmp_path, launched_build).splitlines()]
     tickets = [i for i, line in enumerate(words) if line.startswith("@takes atom.relaxed")]
     assert tickets
     for at in tickets:
