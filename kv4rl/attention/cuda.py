@@ -37,6 +37,10 @@ def _launch(what: str, launch, device: torch.device, *arguments) -> None:
         jit.check(launch(*arguments, stream), what)
 
 
+def _require_cuda(device: torch.device) -> None:
+    require(device.type == "cuda", "the cache's device", str(device), "a CUDA device: these are its kernels")
+
+
 def write_kv(cache, layer: int, q, k, v, where, before=None, prepared=None) -> torch.Tensor | None:
     """One launch: store k, v [N, kv_heads, d] at `where`; prepare q [N, query_heads, d]. q, or k and v, may be None.
 
@@ -45,21 +49,13 @@ def write_kv(cache, layer: int, q, k, v, where, before=None, prepared=None) -> t
     `bf16` [N, query_heads, 2*d + 16] (the elements); None without q. `prepared`: where to put them. Raises
     `ValueError`, naming the tensor, for what does not fit the cache.
     """
+    _require_cuda(cache.device)
     if q is not None and prepared is None:
         prepared = prepared_queries(cache, q)
     arguments = write_arguments(cache, layer, q, k, v, where, prepared, before)
     library = jit.build("write_kv", **write_defines(cache, before, where))
     _launch("write_kv", library.launch_write_kv, cache.device, ctypes.byref(arguments))
     return prepared
-
-
-def _versions(batch) -> tuple[int, ...]:
-    """How often each tensor of the batch was written in place.
-
-    In inference mode they keep no count, and a caller makes a new batch for each step, as the engine does.
-    """
-    tensors = (batch.context_tokens, batch.page_table, batch.slots)
-    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
 
 @dataclass(frozen=True)
@@ -98,6 +94,7 @@ def decode_kernel(
 
     Wide heads hold more output in registers and have larger pages: fewer blocks and one page at a time then.
     """
+    _require_cuda(device)
     query_tiles = 1 if group <= 8 else 2
     size = query_tiles * head_dim
     tuning = tuning or (BYTES_TUNING if operand == "u8" else TUNING[precision])
@@ -231,7 +228,7 @@ class CudaBackend:
 
     def _planned(self, cache, layer: int, batch) -> DecodePlan:
         """The plan of this step: made anew for a new batch, a changed one, or when the layers start over."""
-        versions = _versions(batch)
+        versions = batch.versions()
         if self._current is not None:
             plan, planned, seen, last = self._current
             if plan.cache is cache and planned is batch and seen == versions and layer > last:

@@ -78,6 +78,7 @@ def most_chunks(max_pages: int, regions: tuple[int, int], chunk_weight: int) -> 
 
 def _require_dense(name: str, x: torch.Tensor, dtype: torch.dtype, shape: tuple, cache, align: int = 16) -> None:
     """Words are made only for what is wrong: some of these tensors are of every layer."""
+    require(isinstance(x, torch.Tensor), name, type(x).__name__, f"a tensor of {dtype} {shape}")
     right = x.is_contiguous() and x.dtype == dtype and x.shape == shape and x.device == cache.device
     if not right:
         found = f"{x.dtype} {tuple(x.shape)}, strides {tuple(x.stride())}, on {x.device}"
@@ -99,6 +100,7 @@ def prepared_queries(cache, q: torch.Tensor) -> torch.Tensor:
 def _require_prepared(cache, prepared: torch.Tensor, tokens: int, *, tail: bool = True) -> None:
     """Rows of `prepared_queries`; without `tail`, as `write_kv` leaves it off elements, also rows of these alone."""
     row = _code_bytes(cache)
+    require(isinstance(prepared, torch.Tensor), "prepared", type(prepared).__name__, "what `prepared_queries` makes")
     if tail or cache.kv.precision != "bf16" or prepared.shape[-1] != row:
         row += QUERY_TAIL
     _require_dense("prepared", prepared, torch.uint8, (tokens, cache.shape.query_heads, row), cache)
@@ -122,7 +124,9 @@ def write_arguments(cache, layer: int, q, k, v, where, prepared, before=None) ->
     `before` (model/pointwise.py: NormRotate): what is still to be done to q and k. Raises `ValueError`, naming it, for
     whatever does not fit the cache.
     """
-    _require_writable(cache, layer, q, k, v, where, prepared)
+    require_writable(cache, layer, q, k, v, where)
+    if q is not None:
+        _require_prepared(cache, prepared, len(q), tail=False)
     shape, given = cache.shape, q if q is not None else k
     arguments = WriteArguments(
         tokens=len(given),
@@ -145,14 +149,14 @@ def write_arguments(cache, layer: int, q, k, v, where, prepared, before=None) ->
     return arguments
 
 
-def _require_writable(cache, layer: int, q, k, v, where, prepared) -> None:
+def require_writable(cache, layer: int, q, k, v, where) -> None:
+    """Raise `ValueError`, naming it, for whatever of a `write_kv` does not fit the cache."""
     if (k is None) != (v is None) or (q is None and k is None):
         given = ", ".join(name for name, x in (("q", q), ("k", k), ("v", v)) if x is not None) or None
         require(False, "given", given, "q, or k and v, or all three")
     if q is not None:
         cache.check_layer(layer)
         cache.check_heads("q", q, cache.shape.query_heads)
-        _require_prepared(cache, prepared, len(q), tail=False)
     if k is not None:
         require(where is not None, "where", where, "the TokenSlots of k and v")
         cache.check_write(layer, k, v, where)

@@ -27,9 +27,10 @@ def sources() -> Path:
 
 
 def compiler() -> str:
-    """Path of nvcc. Raises `BackendUnavailable` with the fix if there is none."""
-    home = os.environ.get("CUDA_HOME", "/usr/local/cuda")
-    found = shutil.which("nvcc") or shutil.which(str(Path(home) / "bin" / "nvcc"))
+    """Path of nvcc, of CUDA_HOME if set, else of PATH. Raises `BackendUnavailable`, with the fix, without one."""
+    home = os.environ.get("CUDA_HOME")
+    places = [str(Path(home or "/usr/local/cuda") / "bin" / "nvcc"), "nvcc"]
+    found = next(filter(None, map(shutil.which, places if home else reversed(places))), None)
     if found is None:
         raise BackendUnavailable(f"no nvcc on PATH or under CUDA_HOME: {FIX}")
     return found
@@ -51,32 +52,40 @@ def _key(source: Path, defines: dict[str, int]) -> str:
 
 
 def _cache_directory() -> Path:
-    return Path(os.environ.get(CACHE_VARIABLE, Path.home() / ".cache" / "kv4rl"))
+    return Path(os.environ.get(CACHE_VARIABLE) or Path.home() / ".cache" / "kv4rl")
 
 
 @lru_cache
 def build(name: str, **defines: int) -> ctypes.CDLL:
     """The library of `kernels/cuda/<name>.cu` for `defines`, from the cache or newly built (a few seconds).
 
-    Raises `BackendUnavailable` if there is no compiler, or with the compiler's own words if it fails.
+    Raises `BackendUnavailable` without a compiler or a place for what it makes, or with its own words if it fails.
     """
     source = sources() / f"{name}.cu"
     if os.environ.get(CHECKED_VARIABLE) == "1":
         defines["EVERY_LANE_ARRIVES"] = 1
     library = _cache_directory() / f"{name}-{_key(source, defines)}.so"
-    if not library.exists():
-        library.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
-            built = Path(scratch) / library.name
-            command = compile_command(compiler(), source, built, defines, "-shared", "-Xcompiler", "-fPIC")
-            done = subprocess.run(command, capture_output=True, text=True, check=False)
-            if done.returncode != 0:
-                raise BackendUnavailable(
-                    f"{command[0]} could not build {name}.cu for sm_{ARCHITECTURE}: {FIX}; "
-                    f"it says: {done.stderr.strip()[-2000:]}"
-                )
-            built.replace(library)  # atomic: another process may build the same
-    return ctypes.CDLL(str(library))
+    try:
+        if not library.exists():
+            _compile(source, library, defines)
+        return ctypes.CDLL(str(library))
+    except OSError as error:
+        directory = f"set {CACHE_VARIABLE} to a directory that can be written and loaded from"
+        raise BackendUnavailable(f"built kernels cannot be kept in {library.parent}: {directory} ({error})") from error
+
+
+def _compile(source: Path, library: Path, defines: dict[str, int]) -> None:
+    library.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=library.parent) as scratch:
+        built = Path(scratch) / library.name
+        command = compile_command(compiler(), source, built, defines, "-shared", "-Xcompiler", "-fPIC")
+        done = subprocess.run(command, capture_output=True, text=True, check=False)
+        if done.returncode != 0:
+            raise BackendUnavailable(
+                f"{command[0]} could not build {source.name} for sm_{ARCHITECTURE}: {FIX}; "
+                f"it says: {done.stderr.strip()[-2000:]}"
+            )
+        built.replace(library)  # atomic: another process may build the same
 
 
 def check(error: int, what: str) -> None:

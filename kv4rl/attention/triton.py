@@ -10,6 +10,7 @@ import sys
 import torch
 
 from kv4rl.attention.backends import BackendUnavailable
+from kv4rl.attention.cuda_arguments import require_writable
 from kv4rl.config import PAGE_TOKENS
 
 CHUNK = 1024  # tokens of one part
@@ -40,6 +41,7 @@ def _kernels():
 
 def write_kv(cache, layer: int, q, k, v, where) -> torch.Tensor | None:
     """As `attention.cuda.write_kv`, for the quantised precisions."""
+    require_writable(cache, layer, q, k, v, where)
     shape, given = cache.shape, q if q is not None else k
     prepared = None
     if q is not None:

@@ -15,6 +15,7 @@ import torch
 
 from kv4rl.attention import triton
 from kv4rl.attention.cuda import DecodePlan, write_kv
+from kv4rl.bench.refusals import require_flashinfer, require_writable
 from kv4rl.bench.replay_states import HETEROGENEOUS, heterogeneous, parse_shapes
 from kv4rl.bench.timing import copy_bytes_per_s, graph_ms, layers_beyond_cache
 from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
@@ -298,7 +299,9 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     with one_sentence("kv4rl.bench kernels"):
         options.pairs = parse_shapes(options.shapes)
+        require_writable(options.out)
         require(torch.cuda.is_available(), "torch.cuda.is_available()", False, "a CUDA device: kernels are timed on it")
+        require_flashinfer([arm for arm in options.arms if arm.endswith("_flashinfer")], "cuda")
     return options
 
 

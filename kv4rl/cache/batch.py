@@ -3,13 +3,17 @@
 On a CUDA device values are looked at on the current stream: whoever makes them on another stream lets this one wait.
 """
 
-from collections.abc import Sequence
+import os
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import torch
 
 from kv4rl.config import PAGE_TOKENS, KVConfig, require
+
+CHECK_VARIABLE = "KV4RL_CHECK"  # 1: look at all values in every call, trusted ones too; slow, for debugging
+CHECK_EVERY_CALL = os.environ.get(CHECK_VARIABLE) == "1"
 
 
 class Limits(NamedTuple):
@@ -28,6 +32,7 @@ def protected_widths(kv: KVConfig) -> tuple[int, int]:
 
 
 def _require_int64(name: str, tensor: torch.Tensor, shape: tuple[int, ...], device: torch.device) -> None:
+    require(isinstance(tensor, torch.Tensor), name, type(tensor).__name__, f"a tensor of int64 {shape}")
     require(tensor.dtype == torch.int64, f"{name}.dtype", tensor.dtype, "torch.int64")
     require(tuple(tensor.shape) == shape, f"{name}.shape", tuple(tensor.shape), f"{shape}")
     require(tensor.device == device, f"{name}.device", str(tensor.device), f"the cache's, {device}")
@@ -40,15 +45,31 @@ def _require_range(name: str, tensor: torch.Tensor, low: int, high: int) -> None
         require(False, name, outside[0], f"{low} … {high - 1}")
 
 
+def _require_different(name: str, values: torch.Tensor, expected: str) -> None:
+    found, counts = values.unique(return_counts=True)
+    twice = found[counts > 1].tolist()
+    require(not twice, name, twice[:1], expected)
+
+
 def _may_inspect(tensor: torch.Tensor) -> bool:
     """Whether values may be looked at: not while a CUDA graph is being captured."""
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-class _Trusting:
-    """Index tensors whose values are looked at once, or not at all; their shapes, types and device once in any case."""
+def versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
+    """How often each was written in place; in inference mode they keep no count."""
+    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
 
+
+class _Trusting:
+    """Index tensors that are looked at when they are new or were written: kinds always, values unless trusted."""
+
+    _names: tuple[str, ...]
     _trusted = False
+
+    def versions(self) -> tuple[int, ...]:
+        """As the function, of the index tensors. A caller in inference mode makes new ones for each step."""
+        return versions(getattr(self, name) for name in self._names)
 
     def trust(self) -> None:
         """Leave the values unchecked from now on: they come from the scheduler, and a look would stall the device."""
@@ -56,15 +77,18 @@ class _Trusting:
 
     def check(self, rows: int, limits: Limits) -> None:
         """Raise `ValueError` unless there are `rows` rows, and each names places that exist."""
-        checked = (rows, limits)
-        if self._checked == checked:
-            return
+        tensors = [getattr(self, name) for name in self._names]
+        if self._checked is not None and not CHECK_EVERY_CALL:
+            known, *then = self._checked
+            same = all(now is before for now, before in zip(tensors, known, strict=True))
+            if same and then == [rows, limits, versions(tensors)]:
+                return
         self._check_kinds(rows, limits)
-        if not self._trusted:
+        if CHECK_EVERY_CALL or not self._trusted:
             if not _may_inspect(self.slots):
                 return
             self._check_values(limits)
-        self._checked = checked
+        self._checked = (tensors, rows, limits, versions(tensors))
 
 
 def side_entries(positions: torch.Tensor, first_recent: torch.Tensor | int, kv: KVConfig) -> torch.Tensor:
@@ -85,7 +109,7 @@ ROWS = ("page_ids", "offsets", "positions", "slots", "side_entries")
 
 @dataclass
 class TokenSlots(_Trusting):
-    """Where N new tokens go. Tensors int64 [N] on the cache's device; values are checked once, against the first cache.
+    """Where N new tokens go. Tensors int64 [N] on the cache's device; values are checked unless they are trusted.
 
     A row with page_id -1 writes nothing. No two rows may name the same place, with `page_each` not even the same page,
     which lets a kernel rewrite more of a page than the token.
@@ -98,6 +122,7 @@ class TokenSlots(_Trusting):
     side_entries: torch.Tensor  # -1: not kept in the side buffer
     page_each: bool = False
     widths: tuple[int, int] | None = None  # `protected_widths` that `side_entries` are for; None: not stated
+    _names = ROWS
     _checked: tuple | None = field(default=None, init=False, repr=False, compare=False)
 
     @classmethod
@@ -157,26 +182,29 @@ class TokenSlots(_Trusting):
         _require_range("offsets", self.offsets, 0, PAGE_TOKENS)
         _require_range("side_entries", self.side_entries, -1, limits.entries)
         _require_range("slots", self.slots[(self.page_ids >= 0) & (self.side_entries >= 0)], 0, limits.num_slots)
-        self._require_page_each()
-
-    def _require_page_each(self) -> None:
+        kept = self.page_ids >= 0
         if self.page_each:
-            pages, counts = self.page_ids[self.page_ids >= 0].unique(return_counts=True)
-            twice = pages[counts > 1].tolist()
-            require(not twice, "page_ids", twice[:1], "a page of its own for the newest token of each request")
+            _require_different("page_ids", self.page_ids[kept], "a page of its own for each request's token")
+        places = self.page_ids * PAGE_TOKENS + self.offsets
+        _require_different(f"page_ids * {PAGE_TOKENS} + offsets", places[kept], "a place of its own for each token")
+        kept = kept & (self.side_entries >= 0)
+        entries = (self.slots * limits.entries + self.side_entries)[kept]
+        _require_different(f"slots * {limits.entries} + side_entries", entries, "an entry of its own for each token")
 
 
 @dataclass
 class DecodeBatch(_Trusting):
-    """B requests of one query token each, on the cache's device; values are checked once, against the first cache."""
+    """B requests of one query token each, on the cache's device; values are checked unless they are trusted."""
 
     page_table: torch.Tensor  # int64 [B, max_pages], padded with -1
     context_tokens: torch.Tensor  # int64 [B], with the token just written; 0: a padding row
     slots: torch.Tensor  # int64 [B], rows of the side buffer
+    _names = ("page_table", "context_tokens", "slots")
     _checked: tuple | None = field(default=None, init=False, repr=False, compare=False)
 
     def _check_kinds(self, rows: int, limits: Limits) -> None:
         table = self.page_table
+        require(isinstance(table, torch.Tensor), "page_table", type(table).__name__, "a tensor of int64 [B, max_pages]")
         require(table.dim() == 2, "page_table.shape", tuple(table.shape), "[B, max_pages]")
         _require_int64("page_table", table, (rows, table.shape[1]), limits.device)
         dense = table.shape[1] <= 1 or table.stride(1) == 1

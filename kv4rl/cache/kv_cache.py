@@ -10,7 +10,7 @@ from kv4rl.cache.batch import DecodeBatch, Limits, TokenSlots, protected_widths
 from kv4rl.cache.main_cache import MainCache
 from kv4rl.cache.page_allocator import OutOfPages, PageAllocator
 from kv4rl.cache.side_buffer import SideBuffer
-from kv4rl.config import HEAD_DIMS, MAX_GROUP, KVConfig, require
+from kv4rl.config import HEAD_DIMS, MAX_GROUP, InputError, KVConfig, require, require_integer
 
 if TYPE_CHECKING:
     from kv4rl.model.pointwise import NormRotate
@@ -31,8 +31,8 @@ class CacheShape:
     dtype: torch.dtype  # of q, k and v, and what `bf16` stores
 
     def __post_init__(self):
-        for name in ("num_layers", "query_heads", "kv_heads"):
-            require(getattr(self, name) >= 1, name, getattr(self, name), "an integer >= 1")
+        for name in ("num_layers", "query_heads", "kv_heads", "head_dim"):
+            require_integer(getattr(self, name), name, 1)
         require(self.head_dim in HEAD_DIMS, "head_dim", self.head_dim, f"one of {', '.join(map(str, HEAD_DIMS))}")
         heads = (self.query_heads, self.kv_heads)
         require(self.query_heads % self.kv_heads == 0, "query_heads, kv_heads", heads, "a multiple of kv_heads")
@@ -55,8 +55,9 @@ class KVCache:
     def __init__(
         self, kv: KVConfig, shape: CacheShape, *, num_pages: int, num_slots: int, device="cpu", backend: str = "auto"
     ):
-        require(num_pages >= 1, "num_pages", num_pages, "an integer >= 1")
-        require(num_slots >= 1, "num_slots", num_slots, "an integer >= 1")
+        require_integer(num_pages, "num_pages", 1)
+        require_integer(num_slots, "num_slots", 1)
+        device = _device(device)
         if kv.probability_operand != "fp16":
             require(
                 kv.precision in ("kv4", "kv4rl"), "probability_operand", kv.probability_operand,
@@ -169,7 +170,8 @@ class KVCache:
 
     def check_layer(self, layer: int) -> None:
         """Raise `ValueError` unless the cache has this layer."""
-        require(0 <= layer < self.shape.num_layers, "layer", layer, f"0 … {self.shape.num_layers - 1}")
+        exists = isinstance(layer, int) and not isinstance(layer, bool) and 0 <= layer < self.shape.num_layers
+        require(exists, "layer", layer, f"0 … {self.shape.num_layers - 1}")
 
     def check_heads(self, name: str, x: torch.Tensor, heads: int) -> None:
         """Raise `ValueError` unless x is [N, heads, d] in the model's dtype, on the cache's device, tokens dense.
@@ -177,14 +179,27 @@ class KVCache:
         Every layer of a step comes here: words are made only for what is wrong.
         """
         shape, d = self.shape, self.shape.head_dim
-        fits = x.shape[1:] == (heads, d) and x.dtype == shape.dtype and x.device == self.device
+        dense = isinstance(x, torch.Tensor) and x.layout is torch.strided
+        fits = dense and x.shape[1:] == (heads, d) and x.dtype == shape.dtype and x.device == self.device
         if fits and _dense_tokens(x):
             return
+        require(dense, name, type(x).__name__, f"a strided tensor [N, {heads}, {d}]")
         require(x.dim() == 3 and x.shape[1:] == (heads, d), f"{name}.shape", tuple(x.shape), f"[N, {heads}, {d}]")
         require(x.dtype == shape.dtype, f"{name}.dtype", x.dtype, f"the model's, {shape.dtype}")
         require(x.device == self.device, f"{name}.device", str(x.device), f"the cache's, {self.device}")
+        require(x.data_ptr() % 16 == 0, f"{name}.data_ptr()", x.data_ptr(), "a multiple of 16")
         expected = "heads and channels dense, (any, head_dim, 1), tokens at multiples of 16 bytes"
         require(False, f"{name}.stride", x.stride(), expected)
+
+
+def _device(device: object) -> torch.device:
+    try:
+        device = torch.device(device)
+    except (RuntimeError, TypeError) as error:
+        raise InputError(f"device={device!r}: expected a torch device, such as cpu or cuda ({error})") from error
+    missing = device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count()
+    require(not missing, "device", str(device), f"one of the {torch.cuda.device_count()} CUDA devices here, or cpu")
+    return device
 
 
 def _dense_tokens(x: torch.Tensor) -> bool:

@@ -100,7 +100,7 @@ def heads(tokens, heads, dtype=torch.bfloat16, device="cpu"):
     [
         ({"q": heads(5, 8, torch.float32)}, "q.dtype=torch.float32: expected the model's, torch.bfloat16"),
         ({"q": heads(5, 4)}, "q.shape=(5, 4, 128): expected [N, 8, 128]"),
-        ({"q": heads(4, 8)}, "prepared='torch.uint8 (5, 8, 144)"),
+        ({"q": heads(4, 8)}, "q.shape=(4, 8, 128): expected as many tokens as k has, 5"),
         ({"k": None}, "given='q, v': expected q, or k and v, or all three"),
         ({"v": None}, "given='q, k': expected q, or k and v, or all three"),
         ({"q": None, "k": None, "v": None}, "given=None: expected q, or k and v, or all three"),

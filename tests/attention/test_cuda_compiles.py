@@ -195,6 +195,30 @@ def test_a_missing_compiler_is_named_with_the_fix(monkeypatch, tmp_path):
         jit.compiler()
 
 
+def test_the_compiler_of_cuda_home_goes_before_paths(monkeypatch, tmp_path):
+    """The sentence that names CUDA_HOME as the fix must be true."""
+    for name in ("home/bin", "path"):
+        (tmp_path / name).mkdir(parents=True)
+        (tmp_path / name / "nvcc").touch(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path / "path"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "home"))
+    assert jit.compiler() == str(tmp_path / "home/bin/nvcc")
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path / "nowhere"))
+    assert jit.compiler() == str(tmp_path / "path/nvcc")
+
+
+@pytest.mark.parametrize("spoil", ["a file", "no library"])
+def test_a_place_that_cannot_keep_what_is_built_is_named(monkeypatch, tmp_path, spoil):
+    monkeypatch.setenv(jit.CACHE_VARIABLE, str(tmp_path / "kernels"))
+    if spoil == "a file":
+        (tmp_path / "kernels").touch()
+    else:
+        monkeypatch.setattr(jit, "_compile", lambda source, library, defines: None)
+    jit.build.cache_clear()
+    with pytest.raises(BackendUnavailable, match=f"set {jit.CACHE_VARIABLE} to a directory that can be written"):
+        jit.build("plan")
+
+
 @pytest.mark.parametrize("precision", ["kv4", "kv4rl", "kv8", "bf16"])
 @pytest.mark.parametrize("head_dim", [64, 128, 256])
 @pytest.mark.parametrize("group", [1, 4, 8, 16])

@@ -1,11 +1,11 @@
 """Whatever does not fit is refused where it enters, naming the field, the value and what would be right."""
 
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
 
+from kv4rl.cache import batch as cache_batch
 from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
 from kv4rl.config import KVConfig
 from kv4rl.formats.packing import chunk_bytes
@@ -30,6 +30,8 @@ def refused(message):
         ({"query_heads": 9}, "query_heads, kv_heads=(9, 2): expected a multiple of kv_heads"),
         ({"query_heads": 34}, "query heads per KV head=17: expected 1 … 16"),
         ({"kv_heads": 0}, "kv_heads=0: expected an integer >= 1"),
+        ({"query_heads": "8"}, "query_heads='8': expected an integer >= 1"),
+        ({"head_dim": 64.0}, "head_dim=64.0: expected an integer >= 1"),
         ({"num_layers": 0}, "num_layers=0: expected an integer >= 1"),
         ({"dtype": torch.float64}, "dtype=torch.float64: expected bfloat16, float16 or float32"),
     ],
@@ -44,6 +46,10 @@ def test_shapes_that_no_kernel_serves(change, message):
     [
         ({"num_pages": 0}, "num_pages=0: expected an integer >= 1"),
         ({"num_slots": 0}, "num_slots=0: expected an integer >= 1"),
+        ({"num_pages": 2.5}, "num_pages=2.5: expected an integer >= 1"),
+        ({"num_slots": 1.5}, "num_slots=1.5: expected an integer >= 1"),
+        ({"device": "nope"}, "device='nope': expected a torch device, such as cpu or cuda"),
+        ({"device": "cuda:99"}, "device='cuda:99': expected one of the"),
         ({"backend": "cudnn"}, "backend='cudnn': expected one of auto"),
     ],
 )
@@ -85,6 +91,8 @@ def tokens(n=3, heads=2, d=64, dtype=torch.float32):
         (tokens(n=4), tokens(n=4), "page_ids.shape=(3,): expected (4,)"),
         (tokens()[0], tokens()[0], "k.shape=(2, 64): expected [N, 2, 64]"),
         (tokens().to("meta"), tokens(), "k.device='meta': expected the cache's, cpu"),
+        (tokens().tolist(), tokens(), "k='list': expected a strided tensor [N, 2, 64]"),
+        (tokens().to_sparse(), tokens(), "k='Tensor': expected a strided tensor [N, 2, 64]"),
     ],
 )
 def test_vectors_to_write(cache, k, v, message):
@@ -140,10 +148,71 @@ def test_places_made_for_other_protected_widths(cache, made_for):
 
 def test_places_that_do_not_state_their_widths_are_held_to_the_entries_alone(cache):
     stated = TokenSlots.for_chunk([1], 0, 0, 2, KV)
-    silent = TokenSlots(stated.page_ids + 1, stated.offsets, stated.positions, stated.slots, stated.side_entries)
+    silent = TokenSlots(stated.page_ids + 1, stated.offsets, stated.positions, stated.slots + 1, stated.side_entries)
     joined = TokenSlots.cat([silent, stated])
     cache.write(0, tokens(4), tokens(4), joined)
     assert joined.widths == (4, 8)
+
+
+@pytest.mark.parametrize("field", ["page_ids", "offsets", "slots", "side_entries"])
+def test_places_that_are_no_tensor(cache, field):
+    where = TokenSlots.for_chunk([1], 0, 0, 3, KV)
+    setattr(where, field, [1, 1, 1])
+    with refused(f"{field}='list': expected a tensor of int64 (3,)"):
+        cache.write(0, tokens(), tokens(), where)
+
+
+def test_two_tokens_for_one_place(cache):
+    """Which of them is kept would be chance."""
+    where = TokenSlots.for_chunk([1], 0, 0, 3, KV)
+    where.offsets[2] = 1
+    with refused("page_ids * 16 + offsets=[17]: expected a place of its own for each token"):
+        cache.write(0, tokens(), tokens(), where)
+    where = TokenSlots.for_chunk([1], 1, 0, 3, KV)
+    where.side_entries[2] = 0
+    with refused("slots * 12 + side_entries=[12]: expected an entry of its own for each token"):
+        cache.write(0, tokens(), tokens(), where)
+
+
+def spoilt_page(one):
+    one.page_table[0, 1] = 10**9
+
+
+def spoilt_context(one):
+    one.context_tokens[0] = 500
+
+
+def spoilt_slot(one):
+    one.slots = torch.tensor([0, 3])
+
+
+CHANGES = [
+    (spoilt_page, "page_table=1000000000: expected 0 … 5"),
+    (spoilt_context, "context_tokens=500: expected 0 … 32"),
+    (spoilt_slot, "slots=3: expected 0 … 2"),
+]
+
+
+@pytest.mark.parametrize(("spoil", "message"), CHANGES)
+def test_indices_that_change_after_they_were_checked(cache, spoil, message):
+    """A page id written in place was an address that no one had looked at."""
+    one = batch()
+    cache.decode(0, torch.zeros(2, 8, 64), one)
+    spoil(one)
+    with refused(message):
+        cache.decode(1, torch.zeros(2, 8, 64), one)
+
+
+@pytest.mark.parametrize(("spoil", "message"), CHANGES)
+def test_the_debug_switch_looks_at_trusted_values_in_every_call(cache, spoil, message, monkeypatch):
+    monkeypatch.setattr(cache_batch, "CHECK_EVERY_CALL", True)
+    with torch.inference_mode():  # whose tensors count no writes
+        one = batch()
+        one.trust()
+        cache.decode(0, torch.zeros(2, 8, 64), one)
+        spoil(one)
+        with refused(message):
+            cache.decode(1, torch.zeros(2, 8, 64), one)
 
 
 def test_what_is_trusted_is_looked_at_once_for_its_kind(cache, monkeypatch):
@@ -169,11 +238,11 @@ def test_chunks_that_the_page_table_row_cannot_hold():
         TokenSlots.cat([])
 
 
-@pytest.mark.parametrize("layer", [-1, 2])
+@pytest.mark.parametrize("layer", [-1, 2, 0.0, None, "0", True])
 def test_layers(cache, layer):
-    with refused(f"layer={layer}: expected 0 … 1"):
+    with refused(f"layer={layer!r}: expected 0 … 1"):
         cache.write(layer, tokens(), tokens(), TokenSlots.for_chunk([1], 0, 0, 3, KV))
-    with refused(f"layer={layer}: expected 0 … 1"):
+    with refused(f"layer={layer!r}: expected 0 … 1"):
         cache.decode(layer, torch.zeros(1, 8, 64), batch())
 
 
@@ -224,11 +293,16 @@ def test_page_tables_with_apart_pages(cache):
         torch.zeros(3, 64, 2).transpose(1, 2),
         torch.zeros(2, 3, 64).transpose(0, 1),
         torch.zeros(3, 2, 128)[:, :, ::2],
-        torch.zeros(3 * 2 * 64 + 1)[1:].view(3, 2, 64),
     ],
 )
 def test_vectors_that_kernels_cannot_read_in_one_run(cache, x):
     with refused(f"v.stride={x.stride()}: expected heads and channels dense"):
+        cache.write(0, tokens(), x, TokenSlots.for_chunk([1], 0, 0, 3, KV))
+
+
+def test_vectors_that_begin_between_sixteen_bytes(cache):
+    x = torch.zeros(3 * 2 * 64 + 1)[1:].view(3, 2, 64)
+    with refused(f"v.data_ptr()={x.data_ptr()}: expected a multiple of 16"):
         cache.write(0, tokens(), x, TokenSlots.for_chunk([1], 0, 0, 3, KV))
 
 
@@ -242,9 +316,9 @@ def test_tokens_may_lie_apart(cache):
 
 
 def test_another_device_of_the_same_type(cache):
-    cache.device = torch.device("cuda:0")
-    x = SimpleNamespace(shape=torch.Size((2, 8, 64)), dtype=torch.float32, device=torch.device("cuda:1"), dim=lambda: 3)
-    with refused("q.device='cuda:1': expected the cache's, cuda:0"):
+    cache.device = torch.device("meta:0")
+    x = torch.zeros(2, 8, 64, device="meta:1")
+    with refused(f"q.device='{x.device}': expected the cache's, meta:0"):
         cache.check_heads("q", x, 8)
 
 
