@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 QUANTISED = ("kv8", "kv4", "kv4rl")
 ALL = ("bf16", *QUANTISED)
-EDGES = [0, 1, 15, 16, 17, 143, 144, 145, 160, 161, 175, 176, 177, 1023, 1024, 1025]
+EDGES = [0, 1, 15, 16, 17, 63, 64, 65, 143, 144, 145, 160, 161, 175, 176, 177, 1023, 1024, 1025]
 
 
 def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:

@@ -9,7 +9,7 @@ from kv4rl.cache.kv_cache import DecodeBatch
 from kv4rl.config import KVConfig
 
 pytestmark = pytest.mark.gpu
-EDGES = [0, 1, 15, 16, 17, 143, 144, 145, 160, 161, 1023, 1024, 1025, 3000]
+EDGES = [0, 1, 15, 16, 17, 63, 64, 65, 143, 144, 145, 160, 161, 1023, 1024, 1025, 3000]
 PRECISIONS = ("bf16", "kv8", "kv4", "kv4rl")
 
 
