@@ -41,6 +41,12 @@ def test_a_request_has_the_same_bits_alone_and_in_a_batch(make_case, precision):
         assert torch.equal(case.cache.decode(1, case.q[[row]], alone)[0], together[row])
 
 
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_graph_replay_serves_changing_lengths_and_padding_rows(make_case, precision):
+    case = make_case(KVConfig(precision), [3000, 1100, 150, 17], backend="triton")
+    case.check_replays([3000, 1100, 150, 17], [1, 0, 150, 16], [0, 0, 0, 0], [1025, 1024, 145, 3])
+
+
 def test_eight_bit_probabilities_are_as_near_as_the_references(make_case):
     case = make_case(KVConfig("kv4", probability_operand="u8"), [1, 17, 150, 1000, 5000], backend="triton")
     exact, _ = oracle(case.cache, 1, case.q, case.batch, query="int8")
