@@ -7,7 +7,7 @@ import torch
 from cuda_emulator.harness import CHUNK_WEIGHT, Emulated, check, filled, growing_values, late_maximum
 
 from kv4rl.attention import cuda_arguments as host
-from kv4rl.attention.float64 import oracle
+from kv4rl.attention.float64 import bf16_peer, oracle
 from kv4rl.cache.kv_cache import DecodeBatch
 from kv4rl.config import KVConfig
 from kv4rl.formats.packing import split_chunk
@@ -112,3 +112,61 @@ def test_each_part_of_a_request_has_one_owner_and_its_own_memory(emulated):
         partials += (partial + chunk).tolist() if len(mine) > 1 else []
     assert len(set(partials)) == len(partials) > 0
     assert max(partials) < len(space.partial) // (4 * (128 + host.SUMS_TAIL))
+
+
+@pytest.mark.parametrize("precision", ["bf16", "kv8", "kv4", "kv4rl"])
+def test_pad_lanes_beyond_a_length_that_ends_in_mid_tile_are_not_counted(emulated, precision):
+    """Over zero keys each token weighs the same, so the normaliser counts them: exp(lse) is the length."""
+    dtype = torch.bfloat16 if precision == "bf16" else torch.float32
+
+    def edit(row, q, k, v):
+        k.zero_()
+
+    kv = KVConfig(precision, sink_tokens=4, recent_tokens=20)
+    cache, batch, q = filled(kv, [1, 15, 16, 17, 31, 33, 63, 64, 65, 79, 81], group=3, dtype=dtype, edit=edit)
+    lse = emulated.decode(cache, 0, q, batch, return_lse=True)[1]
+    torch.testing.assert_close(lse.exp(), batch.context_tokens[:, None].expand(-1, 3).float(), rtol=1e-5, atol=0)
+    check(emulated, cache, batch, q)
+
+
+@pytest.mark.parametrize("precision", ["kv8", "kv4rl"])
+def test_no_step_gives_nan_whatever_the_workspace_of_split_contexts_held(emulated, monkeypatch, precision):
+    """Steps whose requests change lengths, and so numbers of chunks; partial results and units hold NaN and -1."""
+
+    class Dirty(host.Workspace):
+        def __init__(self, *arguments, **options):
+            super().__init__(*arguments, **options)
+            self.partial.fill_(torch.nan)
+            self.units.fill_(255)
+
+    monkeypatch.setattr(host, "Workspace", Dirty)
+    cache, batch, q = filled(KVConfig(precision, sink_tokens=4, recent_tokens=20), [420, 300, 130], group=2)
+    generator = torch.Generator().manual_seed(9)
+    for _ in range(6):
+        lengths = (torch.rand(3, generator=generator) * (batch.context_tokens + 1)).long()
+        check(emulated, cache, DecodeBatch(batch.page_table, lengths, batch.slots), q)
+
+
+@pytest.mark.parametrize("precision", ["kv8", "kv4", "kv4rl"])
+def test_a_cache_of_other_slots_changes_a_split_requests_bits_by_rounding_only(emulated, monkeypatch, precision):
+    """The chunk weight follows from a cache's slots: one cache splits a request in one way, in any batch.
+
+    Split in another way, sums differ by FP32's rounding (seen in the normaliser, which has no P in it), the output also
+    by that of P relative to another running maximum: less than half of what BF16 attention errs.
+    """
+    assert host.chunk_weight_of(8, 4) < host.chunk_weight_of(64, 4) < host.chunk_weight_of(1024, 4)
+    cache, batch, q = filled(KVConfig(precision, sink_tokens=4, recent_tokens=20), [300, 17, 420])
+    backwards = DecodeBatch(*(x.flip(0) for x in (batch.page_table, batch.context_tokens, batch.slots)))
+    found = []
+    for weight in (3, 6, 64):
+        monkeypatch.setattr(emulated, "chunk_weight", weight)
+        found.append(emulated.decode(cache, 0, q, batch, return_lse=True))
+        again = emulated.decode(cache, 0, q.flip(0), backwards, return_lse=True)
+        assert all(torch.equal(a.flip(0), b) for a, b in zip(again, found[-1], strict=True))
+    whole, whole_lse = found.pop()
+    peer, exact = (attend(cache, 0, q, batch, query="int8")[0] for attend in (bf16_peer, oracle))
+    for out, lse in found:
+        assert torch.equal(out[1], whole[1]) and not torch.equal(out, whole)  # 17 tokens are never split
+        moved, allowed = ((a - b).flatten(1).norm(dim=1) for a, b in ((out, whole), (peer, exact)))
+        assert (moved <= 0.5 * allowed).all(), (moved, allowed)
+        torch.testing.assert_close(lse, whole_lse, rtol=4 * torch.finfo(torch.float32).eps, atol=1e-6)

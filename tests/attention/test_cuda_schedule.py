@@ -9,8 +9,10 @@ import torch
 
 from kv4rl.attention import cuda_arguments, jit
 from kv4rl.attention.backends import BackendUnavailable
+from kv4rl.attention.live_pages import live_pages
 from kv4rl.attention.regions import regions, side_entry
 from kv4rl.cache.kv_cache import DecodeBatch
+from kv4rl.cache.main_cache import pages_for
 from kv4rl.config import PAGE_TOKENS, KVConfig
 
 HOST = """
@@ -60,13 +62,24 @@ def test_every_position_is_read_exactly_once(schedule, s, w):
         t = tiles(schedule, n, s, w)
         assert (t["begin"], t["end"]) == regions(n, s, w).main
         pages = range(t["first_page"], t["first_page"] + t["pages"])
-        assert len(pages) == (-(-t["end"] // 16) - t["begin"] // 16 if t["begin"] < t["end"] else 0)  # none too long
         in_main = [p for page in pages for p in range(16 * page, 16 * page + 16) if t["begin"] <= p < t["end"]]
         valid_entries = set(range(min(n, s + w)))
         assert t["side"] == -(-len(valid_entries) // 16)
         protected = [p for p in range(n) if not t["begin"] <= p < t["end"]]
         assert {side_entry(p, s, w) for p in protected} == valid_entries
         assert sorted(in_main + protected) == list(range(n))
+
+
+@pytest.mark.parametrize(("s", "w"), WIDTHS)
+def test_the_page_list_is_not_one_page_too_long_where_the_last_page_is_full(schedule, s, w):
+    """The kernel's list, the reference's and the allocator's: each page of it holds 1 to 16 of the main positions."""
+    for n in LENGTHS[:400]:
+        t = tiles(schedule, n, s, w)
+        ours = list(range(t["first_page"], t["first_page"] + t["pages"]))
+        start, stop = (torch.tensor([bound]) for bound in regions(n, s, w).main)
+        assert ours == live_pages(torch.arange(pages_for(n))[None], start, stop).page_ids.tolist()
+        assert all(t["begin"] < 16 * page + 16 and 16 * page < t["end"] for page in ours)
+        assert n == 0 or 1 <= n - 16 * (pages_for(n) - 1) <= 16
 
 
 @pytest.mark.parametrize(("s", "w"), WIDTHS)

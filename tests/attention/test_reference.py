@@ -9,9 +9,10 @@ from kv4rl.attention import reference
 from kv4rl.cache.kv_cache import DecodeBatch
 from kv4rl.config import KVConfig
 from kv4rl.formats.affine import dequantize_affine, quantize_affine
+from kv4rl.formats.packing import split_chunk
 from kv4rl.formats.symmetric import dequantize_symmetric, quantize_symmetric
 
-CONTEXTS = [300, 0, 1, 15, 16, 17, 31, 32, 33, 143, 144, 145, 159, 160, 161, 304, 305, 431]
+CONTEXTS = [300, 0, 1, 15, 16, 17, 31, 32, 33, 63, 64, 65, 143, 144, 145, 159, 160, 161, 304, 305, 431]
 # How often BF16's own error each arithmetic may err: FP16 P is finer than BF16 P; 8-bit P is coarser.
 ARITHMETIC = {
     "bf16": (KVConfig("bf16"), 0.01),
@@ -197,9 +198,20 @@ def test_nan_reaches_its_own_request_and_heads_only(make_case, precision, which,
     assert torch.equal(out, expected) and torch.equal(lse, expected_lse)
 
 
-def test_poison_is_really_there(make_case):
-    case = make_case([20, 100])
+@precisions
+def test_nan_in_an_unused_page_tail_does_not_reach_the_output(make_case, precision):
+    """Nor from unused side entries: the bits are those over zeros in their place."""
+    case = make_case([20, 100, 300], KVConfig(precision, 16, 8))
     k, v = case.cache.main.read(case.layer, case.batch.page_table[0, :2])
-    assert k[1, :, 4:].isnan().all() and v[1, :, 4:].isnan().all() and k[1, :, :4].isfinite().all()
-    side_k, _ = case.cache.side.read(case.layer, case.batch.slots)
-    assert side_k[0, :, 20:].isnan().all() and side_k[0, :, :20].isfinite().all()
+    for x in (k, v):
+        assert x[1, :, 4:].isnan().all() and x[1, :, :4].isfinite().all()
+    poisoned = case.decode()
+    main, side = case.cache.main, case.cache.side
+    view = split_chunk(main.storage, precision, 128, main.dtype)
+    numbers = [view.k, view.v, view.k_scale, view.k_offset, view.v_scale, view.v_offset, side.k_scale, side.v_scale]
+    for x in numbers:
+        if x is not None:
+            x.nan_to_num_(0.0)
+    assert case.cache.main.read(case.layer, case.batch.page_table[0, 1:2])[0].isfinite().all()
+    for clean, ours in zip(case.decode(), poisoned, strict=True):
+        assert ours.isfinite().all() and torch.equal(ours, clean)

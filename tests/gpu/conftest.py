@@ -35,6 +35,32 @@ class Case:
         assert out[~live].eq(0).all()
         assert lse[~live].eq(-torch.inf).all()
 
+    def check_replays(self, *lengths: list[int]) -> None:
+        """Capture one decode; its replays at each of `lengths` have the eager bits and err as BF16 attention does."""
+        batch = self.batch
+        static = DecodeBatch(batch.page_table.clone(), batch.context_tokens.clone(), batch.slots.clone())
+        stream = torch.cuda.Stream()
+        stream.wait_stream(torch.cuda.current_stream())  # the case was made on it
+        with torch.cuda.stream(stream):
+            self.cache.decode(1, self.q, static)
+        torch.cuda.synchronize()
+        graph = torch.cuda.CUDAGraph()
+        with torch.cuda.graph(graph):
+            out, lse = self.cache.decode(1, self.q, static, return_lse=True)
+        for each in lengths:
+            context = torch.tensor(each, device="cuda")
+            static.context_tokens.copy_(context)
+            out.fill_(torch.nan)
+            graph.replay()
+            replayed = out.clone(), lse.clone()
+            now = DecodeBatch(static.page_table, context, static.slots)
+            exact, exact_lse = oracle(self.cache, 1, self.q, now, query="int8")
+            peer, _ = bf16_peer(self.cache, 1, self.q, now, query="int8")
+            assert (replayed[0].double() - exact).norm() <= 1.5 * (peer - exact).norm()
+            torch.testing.assert_close(replayed[1].double(), exact_lse, rtol=1e-5, atol=1e-4)
+            for ours, eager in zip(replayed, self.cache.decode(1, self.q, now, return_lse=True), strict=True):
+                assert torch.equal(ours, eager)
+
 
 def pytest_collection_modifyitems(items):
     if torch.cuda.is_available():

@@ -2,6 +2,7 @@ import pytest
 import torch
 
 from kv4rl.attention.backends import choose_backend
+from kv4rl.attention.cuda import DecodePlan, write_kv
 from kv4rl.attention.float64 import oracle
 from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
 from kv4rl.config import KVConfig
@@ -11,7 +12,7 @@ pytestmark = pytest.mark.gpu
 
 QUANTISED = ("kv8", "kv4", "kv4rl")
 ALL = ("bf16", *QUANTISED)
-EDGES = [0, 1, 15, 16, 17, 143, 144, 145, 160, 161, 175, 176, 177, 1023, 1024, 1025]
+EDGES = [0, 1, 15, 16, 17, 63, 64, 65, 143, 144, 145, 160, 161, 175, 176, 177, 1023, 1024, 1025]
 
 
 def relative_error(out: torch.Tensor, exact: torch.Tensor) -> float:
@@ -72,28 +73,26 @@ def test_a_request_has_the_same_bits_alone_and_in_any_batch(make_case, precision
 @pytest.mark.parametrize("precision", QUANTISED)
 def test_graph_replay_serves_changing_lengths_and_padding_rows(make_case, precision):
     case = make_case(KVConfig(precision), [3000, 2000, 150, 17, 1500])
-    full = case.batch.context_tokens.clone()
-    static = DecodeBatch(case.batch.page_table.clone(), full.clone(), case.batch.slots.clone())
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())  # the case was made on it
-    with torch.cuda.stream(stream):
-        case.cache.decode(1, case.q, static)
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        out, lse = case.cache.decode(1, case.q, static, return_lse=True)
-    for lengths in ([3000, 2000, 150, 17, 1500], [1, 0, 150, 0, 16], [0, 0, 0, 0, 0], [2999, 1024, 145, 16, 3]):
-        context = torch.tensor(lengths, device="cuda")
-        static.context_tokens.copy_(context)
-        out.fill_(torch.nan)
-        graph.replay()
-        replayed = out.clone(), lse.clone()
-        now = DecodeBatch(static.page_table, context, static.slots)
-        exact, exact_lse = oracle(case.cache, 1, case.q, now, query="int8")
-        assert (replayed[0].double() - exact).norm() <= 4e-3 * exact.norm()
-        torch.testing.assert_close(replayed[1].double(), exact_lse, rtol=1e-5, atol=1e-4)
-        for ours, eager in zip(replayed, case.cache.decode(1, case.q, now, return_lse=True), strict=True):
-            assert torch.equal(ours, eager)
+    case.check_replays([3000, 2000, 150, 17, 1500], [1, 0, 150, 0, 16], [0, 0, 0, 0, 0], [2999, 1024, 145, 16, 3])
+
+
+@pytest.mark.parametrize("precision", QUANTISED)
+def test_none_of_200_steps_gives_nan_whatever_the_workspace_of_split_contexts_held(make_case, precision):
+    """Each request's number of chunks changes with every step; a race for the partial results would change bits."""
+    case = make_case(KVConfig(precision), [20000, 9000, 4097, 1500, 300, 17])
+    batch, generator = case.batch, torch.Generator(device="cuda").manual_seed(13)
+    plan = DecodePlan(case.cache, *batch.page_table.shape)
+    prepared = write_kv(case.cache, 1, case.q, None, None, None)
+    out = torch.empty_like(case.q)
+    for _ in range(200):
+        lengths = torch.rand(6, generator=generator, device="cuda") * (batch.context_tokens + 1)
+        step = DecodeBatch(batch.page_table, lengths.long(), batch.slots)
+        plan.workspace.partial.fill_(torch.nan)
+        plan.workspace.units.fill_(255)
+        plan.plan(step)
+        plan.run(1, prepared, out.fill_(torch.nan))
+        assert out.isfinite().all()
+        assert torch.equal(out, case.cache.decode(1, case.q, step))
 
 
 def test_empty_batch_gives_empty_output(make_case):
@@ -140,20 +139,24 @@ def test_pool_beyond_two_gigabytes_is_addressed(precision):
 
 
 @pytest.mark.parametrize("precision", QUANTISED)
-def test_random_batches_agree_with_the_reference(make_case, precision):
-    """100 batches of 34 requests a precision: over 10,000 (length, s, w, heads) cases in all."""
-    reference = choose_backend("reference", "cuda")
+def test_10000_random_requests_are_as_near_to_float64_as_bf16_attention(make_case, precision):
+    """At least 3,400 requests that hold tokens, and 100 (batch, s, w, heads, d) configurations, a precision.
+
+    Output in FP32, so that its own rounding hides nothing. Few builds: other groups than one at 128 only.
+    """
     generator = torch.Generator().manual_seed(7)
 
-    def pick(options):
-        return options[int(torch.randint(len(options), (1,), generator=generator))]
+    def draw(low, high):
+        return int(torch.randint(low, high + 1, (), generator=generator))
 
-    for trial in range(100):
-        top = pick([20, 200, 1200])
-        lengths = torch.randint(0, top, (34,), generator=generator).tolist()
-        kv = KVConfig(precision, sink_tokens=pick([0, 1, 16, 20]), recent_tokens=pick([0, 5, 64, 128]))
-        case = make_case(kv, lengths, group=pick([1, 2, 4, 5, 7, 8]), kv_heads=pick([1, 2]), d=128, seed=trial)
-        out, lse = case.cache.decode(1, case.q, case.batch, return_lse=True)
-        wanted, wanted_lse = reference.decode(case.cache, 1, case.q, case.batch, return_lse=True)
-        torch.testing.assert_close(out, wanted, rtol=2e-2, atol=2e-2)
-        torch.testing.assert_close(lse, wanted_lse, rtol=1e-4, atol=1e-3)
+    requests, configurations = 0, set()
+    while requests < 3400 or len(configurations) < 100:
+        d = (64, 128, 128, 128, 128, 128, 128, 256)[draw(0, 7)]
+        group, kv_heads = draw(*{64: (5, 8), 128: (1, 16), 256: (1, 4)}[d]), draw(1, 2)
+        s, w = (draw(0, 40), draw(0, 140)) if precision == "kv4rl" else (16, 128)
+        rows = draw(0, 64) if configurations else 0  # a batch of none first
+        lengths = torch.randint(0, (20, 200, 1200)[draw(0, 2)], (rows,), generator=generator).tolist()
+        kv, heads = KVConfig(precision, sink_tokens=s, recent_tokens=w), {"group": group, "kv_heads": kv_heads, "d": d}
+        make_case(kv, lengths, **heads, dtype=torch.float32, seed=len(configurations)).check()
+        requests += sum(n > 0 for n in lengths)
+        configurations.add((rows, s, w, group, kv_heads, d))

@@ -9,7 +9,7 @@ from kv4rl.cache.kv_cache import DecodeBatch
 from kv4rl.config import KVConfig
 
 pytestmark = pytest.mark.gpu
-EDGES = [0, 1, 15, 16, 17, 143, 144, 145, 160, 161, 1023, 1024, 1025, 3000]
+EDGES = [0, 1, 15, 16, 17, 63, 64, 65, 143, 144, 145, 160, 161, 1023, 1024, 1025, 3000]
 PRECISIONS = ("bf16", "kv8", "kv4", "kv4rl")
 
 
@@ -39,6 +39,12 @@ def test_a_request_has_the_same_bits_alone_and_in_a_batch(make_case, precision):
     for row in range(4):
         alone = DecodeBatch(batch.page_table[[row]], batch.context_tokens[[row]], batch.slots[[row]])
         assert torch.equal(case.cache.decode(1, case.q[[row]], alone)[0], together[row])
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_graph_replay_serves_changing_lengths_and_padding_rows(make_case, precision):
+    case = make_case(KVConfig(precision), [3000, 1100, 150, 17], backend="triton")
+    case.check_replays([3000, 1100, 150, 17], [1, 0, 150, 16], [0, 0, 0, 0], [1025, 1024, 145, 3])
 
 
 def test_eight_bit_probabilities_are_as_near_as_the_references(make_case):
