@@ -102,12 +102,10 @@ class RolloutEngine(BatchingEngine):
             self._forced = ForcedEnd.of(self.eos_token_ids, decoder)
         graphs = graphs and capturable(self.cache)
         buckets = default_buckets(slots) if graphs and buckets is None else buckets
-        pages = max_pages(decoder, rollout)
         self._sampler = sampler_of(decoder)
+        given = {"max_pages": max_pages(decoder, rollout), "forced": self._forced, "sampler": self._sampler}
         with self._naming_the_plan():
-            self._decode = DecodeStep(
-                decoder, self.cache, max_pages=pages, buckets=buckets, forced=self._forced, sampler=self._sampler
-            )
+            self._decode = DecodeStep(decoder, self.cache, buckets=buckets, **given)
         self._graphs = StepGraphs(self._decode) if graphs else None
         self.overlap = graphs if overlap is None else overlap
         self._weights_whole = True
