@@ -132,12 +132,10 @@ def test_a_workspace_need_not_grow_after_capture_it_has_room_for_every_chunk(sch
 
 
 def test_a_batch_made_in_inference_mode_has_no_write_count_and_still_gets_a_plan():
-    from kv4rl.attention.cuda import _versions
-
     make = lambda: DecodeBatch(torch.zeros(1, 1, dtype=torch.int64), torch.ones(1, dtype=torch.int64), torch.zeros(1))
     plain = make()
-    before = _versions(plain)
+    before = plain.versions()
     plain.context_tokens.add_(1)
-    assert _versions(plain) != before
+    assert plain.versions() != before
     with torch.inference_mode():
-        assert _versions(make()) == (0, 0, 0)
+        assert make().versions() == (0, 0, 0)
