@@ -29,8 +29,8 @@ def sources() -> Path:
 def compiler() -> str:
     """Path of nvcc, of CUDA_HOME if set, else of PATH. Raises `BackendUnavailable`, with the fix, without one."""
     home = os.environ.get("CUDA_HOME")
-    places = [str(Path(home or "/usr/local/cuda") / "bin" / "nvcc"), "nvcc"]
-    found = next(filter(None, map(shutil.which, places if home else reversed(places))), None)
+    places = [f"{home}/bin/nvcc", "nvcc"] if home else ["nvcc", "/usr/local/cuda/bin/nvcc"]
+    found = next(filter(None, map(shutil.which, places)), None)
     if found is None:
         raise BackendUnavailable(f"no nvcc on PATH or under CUDA_HOME: {FIX}")
     return found

@@ -4,7 +4,7 @@ On a CUDA device values are looked at on the current stream: whoever makes them 
 """
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -56,11 +56,6 @@ def _may_inspect(tensor: torch.Tensor) -> bool:
     return not (tensor.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def versions(tensors: Iterable[torch.Tensor]) -> tuple[int, ...]:
-    """How often each was written in place; in inference mode they keep no count."""
-    return tuple(0 if tensor.is_inference() else tensor._version for tensor in tensors)
-
-
 class _Trusting:
     """Index tensors that are looked at when they are new or were written: kinds always, values unless trusted."""
 
@@ -68,8 +63,14 @@ class _Trusting:
     _trusted = False
 
     def versions(self) -> tuple[int, ...]:
-        """As the function, of the index tensors. A caller in inference mode makes new ones for each step."""
-        return versions(getattr(self, name) for name in self._names)
+        """How often each tensor was written in place.
+
+        In inference mode they keep no count, and a caller makes new ones for each step, as the engine does.
+        """
+        return tuple(0 if tensor.is_inference() else tensor._version for tensor in self._tensors())
+
+    def _tensors(self) -> list[torch.Tensor]:
+        return [getattr(self, name) for name in self._names]
 
     def trust(self) -> None:
         """Leave the values unchecked from now on: they come from the scheduler, and a look would stall the device."""
@@ -77,18 +78,18 @@ class _Trusting:
 
     def check(self, rows: int, limits: Limits) -> None:
         """Raise `ValueError` unless there are `rows` rows, and each names places that exist."""
-        tensors = [getattr(self, name) for name in self._names]
+        tensors = self._tensors()
         if self._checked is not None and not CHECK_EVERY_CALL:
             known, *then = self._checked
             same = all(now is before for now, before in zip(tensors, known, strict=True))
-            if same and then == [rows, limits, versions(tensors)]:
+            if same and then == [rows, limits, self.versions()]:
                 return
         self._check_kinds(rows, limits)
         if CHECK_EVERY_CALL or not self._trusted:
             if not _may_inspect(self.slots):
                 return
             self._check_values(limits)
-        self._checked = (tensors, rows, limits, versions(tensors))
+        self._checked = (tensors, rows, limits, self.versions())
 
 
 def side_entries(positions: torch.Tensor, first_recent: torch.Tensor | int, kv: KVConfig) -> torch.Tensor:
