@@ -12,6 +12,7 @@ import torch
 from kv4rl.attention.live_pages import LivePages, live_pages, segment_max, segment_sum
 from kv4rl.attention.merge import merge_state
 from kv4rl.attention.regions import main_region
+from kv4rl.formats.division import divided
 from kv4rl.formats.hadamard import rotate
 from kv4rl.formats.packing import unpack_k4, unpack_k8, unpack_v4, unpack_v8
 from kv4rl.formats.symmetric import LEVELS, symmetric_codes
@@ -56,7 +57,7 @@ class Softmax(NamedTuple):
 def prepare_query(q: torch.Tensor, kv_heads: int) -> QueryCodes:
     """Rotate q [B, query_heads, d] in FP32 and quantise each head's vector to INT8 with an FP32 scale (§A.3)."""
     rotated = rotate(q).unflatten(1, (kv_heads, -1))
-    scale = rotated.abs().amax(-1) / LEVELS
+    scale = divided(rotated.abs().amax(-1), LEVELS)
     codes = symmetric_codes(rotated, scale)
     return QueryCodes(codes, scale, codes.sum(-1))
 
@@ -192,5 +193,5 @@ def rounded_weights(weights: torch.Tensor, pages: LivePages, operand: str) -> to
     scale = segment_max(weights.amax(-1), pages.tiles, pages.num_tiles)[pages.tiles].unsqueeze(-1)
     relative = weights / torch.where(scale == 0, 1.0, scale)
     if operand == "u8":
-        return (relative * 255).round_() * (scale / 255)
+        return (relative * 255).round_() * divided(scale, 255)
     return relative.half().float() * scale

@@ -9,6 +9,7 @@ from kv4rl.engine.memory import PlanTooLarge
 from kv4rl.ranks import leaving_lost_peers
 
 BENCHES = {  # name -> module with main(arguments)
+    "error": "kv4rl.bench.error",
     "floor": "kv4rl.bench.floor",
     "kernels": "kv4rl.bench.kernels",
     "overhead": "kv4rl.bench.overhead",

@@ -5,6 +5,7 @@ from typing import NamedTuple
 import torch
 
 from kv4rl.config import require
+from kv4rl.formats.division import divided
 
 FP16_MAX = 65504.0
 # Bounds on a vector's extremes that keep their difference finite in FP32; far above what FP16 metadata can express.
@@ -82,7 +83,7 @@ def _extremes(grouped: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
 
 def _encode(grouped: torch.Tensor, low: torch.Tensor, high: torch.Tensor, bits: int) -> AffineCodes:
     levels = 2**bits - 1
-    scale = to_fp16_saturating((high - low) / levels)
+    scale = to_fp16_saturating(divided(high - low, levels))
     offset = to_fp16_saturating(low)
 
     step = scale.float()

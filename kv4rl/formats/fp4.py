@@ -10,6 +10,7 @@ from typing import NamedTuple
 import torch
 
 from kv4rl.config import require
+from kv4rl.formats.division import divided
 
 E2M1_MAGNITUDES = (0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0)  # of codes 0 … 7; codes 8 … 15 are their negatives (OCP MX)
 E2M1_MAX = 6.0
@@ -82,9 +83,9 @@ def quantize_nvfp4(x: torch.Tensor) -> NVFP4Codes:
     """
     blocks = _blocks(x, NVFP4_BLOCK)
     largest = blocks.abs().amax(-1)
-    global_scale = largest.amax(-1) / (E2M1_MAX * E4M3_MAX)
+    global_scale = divided(largest.amax(-1), E2M1_MAX * E4M3_MAX)
     per_vector = global_scale.unsqueeze(-1)
-    wanted = largest / E2M1_MAX / torch.where(per_vector == 0, torch.inf, per_vector)
+    wanted = divided(largest, E2M1_MAX) / torch.where(per_vector == 0, torch.inf, per_vector)
     # torch's cast rounds to nearest even but turns overflow into NaN, so saturate first.
     scale = wanted.nan_to_num(nan=0.0).clamp(max=E4M3_MAX).to(torch.float8_e4m3fn)
     return NVFP4Codes(_encode_scaled(blocks, scale.float() * per_vector), scale, global_scale)

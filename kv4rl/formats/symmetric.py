@@ -6,6 +6,7 @@ import torch
 
 from kv4rl.config import require
 from kv4rl.formats.affine import to_fp16_saturating
+from kv4rl.formats.division import divided
 
 LEVELS = 127  # codes are -127 … 127: symmetric, -128 unused
 
@@ -32,7 +33,7 @@ def quantize_symmetric(x: torch.Tensor) -> SymmetricCodes:
     """
     require(x.is_floating_point(), "x.dtype", x.dtype, "a floating dtype")
     values = x.float()
-    scale = to_fp16_saturating(values.abs().amax(-1) / LEVELS)
+    scale = to_fp16_saturating(divided(values.abs().amax(-1), LEVELS))
     return SymmetricCodes(symmetric_codes(values, scale.float()).to(torch.int8), scale)
 
 

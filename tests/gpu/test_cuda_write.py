@@ -11,7 +11,7 @@ pytestmark = pytest.mark.gpu
 
 
 def caches(kv: KVConfig, d: int, dtype: torch.dtype, names=("cuda", "reference")):
-    """The reference runs on the CPU: torch on CUDA divides by a constant through its rounded reciprocal."""
+    """The reference runs on the CPU, where `tests/formats` holds its bits (on CUDA: `test_formats.py` here)."""
     shape = CacheShape(1, 8, 2, d, dtype)
     devices = {"cuda": "cuda", "reference": "cpu"}
     return [KVCache(kv, shape, num_pages=40, num_slots=3, device=devices[name], backend=name) for name in names]

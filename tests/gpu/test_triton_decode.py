@@ -26,7 +26,7 @@ def test_decode_is_as_near_to_float64_as_bf16_attention(make_case, precision, d,
 
 @pytest.mark.parametrize("precision", PRECISIONS[1:])
 def test_written_bits_are_the_cuda_kernels(make_case, precision):
-    """And so the reference's on a CPU: torch on CUDA divides by a constant through its rounded reciprocal."""
+    """And so the reference's (`test_cuda_write.py`)."""
     ours, wanted = (make_case(KVConfig(precision), EDGES, backend=name).cache for name in ("triton", "cuda"))
     for a, b in zip(ours.tensors, wanted.tensors, strict=True):
         assert torch.equal(a.nan_to_num(7.0, torch.inf, -torch.inf), b.nan_to_num(7.0, torch.inf, -torch.inf))
