@@ -35,6 +35,7 @@ from kv4rl.checkpoint import BackgroundSave, Checkpoint
 from kv4rl.cli import one_sentence
 from kv4rl.config import PRECISIONS, GRPOConfig, KVConfig, RolloutConfig, require
 from kv4rl.engine.engine import RolloutEngine
+from kv4rl.engine.flashinfer import decodes_baseline
 from kv4rl.engine.memory import plan_engine, within
 from kv4rl.grpo.batch_metrics import max_over_ranks
 from kv4rl.grpo.host_memory import HostMemory
@@ -90,7 +91,7 @@ class Bench:
 
     def plan(self, precision: str) -> HBMPlan:
         """The engine's memory. Raises `ValueError`, item by item, where the budget is too small."""
-        flashinfer = precision == "bf16" and self.decoder.device.type == "cuda"
+        flashinfer = decodes_baseline(precision, self.decoder.device)
         budget = int(self.options.hbm_gb * 1e9)
         return plan_engine(self.decoder, KVConfig(precision), self.rollout, budget, flashinfer=flashinfer)
 
@@ -141,7 +142,7 @@ def make_engine(bench: Bench, precision: str) -> RolloutEngine | None:
         bench.decoder, KVConfig(precision), rollout, eos_token_ids=(EOS,), forced_lengths=bench.workload,
         memory=bench.phases.memory(),
     )  # fmt: skip
-    if precision == "bf16" and bench.decoder.device.type == "cuda":
+    if decodes_baseline(precision, bench.decoder.device):
         engine.use_flashinfer()
     bench.phases.attach(engine)
     engine.policy_version = bench.version

@@ -27,6 +27,7 @@ from kv4rl.cli import one_sentence
 from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig, require
 from kv4rl.device import choose_device
 from kv4rl.engine.engine import RolloutEngine
+from kv4rl.engine.flashinfer import decodes_baseline
 from kv4rl.engine.request import Request
 from kv4rl.model.communicator import init_mesh, make_communicator
 from kv4rl.model.decoder import Decoder
@@ -60,7 +61,7 @@ def make_engine(decoder: Decoder, precision: str, batch: int, context: int, opti
     """An engine with all requests of a shape queued."""
     rollout = limits(batch, context, options)
     engine = RolloutEngine(decoder, KVConfig(precision), rollout, eos_token_ids=())
-    if precision == "bf16" and decoder.device.type == "cuda":
+    if decodes_baseline(precision, decoder.device):
         engine.use_flashinfer()
     vocabulary, cap = decoder.config.vocab_size, rollout.max_response_tokens
     for i in range(batch):

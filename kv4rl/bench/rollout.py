@@ -35,6 +35,7 @@ from kv4rl.cache.memory_plan import HBMPlan
 from kv4rl.cli import one_sentence
 from kv4rl.config import PAGE_TOKENS, PRECISIONS, KVConfig, RolloutConfig
 from kv4rl.engine.engine import RolloutEngine
+from kv4rl.engine.flashinfer import decodes_baseline
 from kv4rl.engine.memory import plan_engine
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.shapes import SHAPES, random_model
@@ -90,7 +91,7 @@ class Setting:
         return self.plan(precision).cache.pages
 
     def plan(self, precision: str) -> HBMPlan:
-        flashinfer = precision == "bf16" and self.decoder.device.type == "cuda"
+        flashinfer = decodes_baseline(precision, self.decoder.device)
         return plan_engine(self.decoder, KVConfig(precision), self.rollout, self.budget_bytes, flashinfer=flashinfer)
 
 
@@ -159,7 +160,7 @@ def _engine(setting: Setting, precision: str, config: RolloutConfig) -> RolloutE
     engine = RolloutEngine(
         setting.decoder, KVConfig(precision), config, eos_token_ids=(EOS,), forced_lengths=setting.workload
     )
-    if precision == "bf16" and setting.decoder.device.type == "cuda":
+    if decodes_baseline(precision, setting.decoder.device):
         engine.use_flashinfer()
     engine.capture()
     return engine

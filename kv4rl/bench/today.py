@@ -27,6 +27,7 @@ from kv4rl.cli import one_sentence
 from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig, require, require_integer
 from kv4rl.device import choose_device
 from kv4rl.engine.engine import RolloutEngine
+from kv4rl.engine.flashinfer import decodes_baseline
 from kv4rl.engine.request import Request
 from kv4rl.engine.sampler import Sampling
 from kv4rl.model.decoder import Decoder
@@ -111,7 +112,7 @@ def ours(decoder: Decoder, precision: str, prompts: list[list[int]], most_tokens
     engine = RolloutEngine(
         decoder, KVConfig(precision), rollout, eos_token_ids=(EOS,), forced_lengths=length, buckets=buckets
     )
-    if precision == "bf16" and decoder.device.type == "cuda":
+    if decodes_baseline(precision, decoder.device):
         engine.use_flashinfer()
     engine.capture()
 

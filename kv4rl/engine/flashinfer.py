@@ -32,6 +32,11 @@ def import_flashinfer() -> ModuleType:
     return flashinfer
 
 
+def decodes_baseline(precision: str, device: torch.device) -> bool:
+    """Whether a benchmark's engine decodes through FlashInfer: its unquantised arm on CUDA (§A.2)."""
+    return precision == "bf16" and device.type == "cuda"
+
+
 class FlashInferBackend:
     """`attention.backends.Backend` and `engine.decode_step.PlannedOnHost` for one cache of precision `bf16`.
 
