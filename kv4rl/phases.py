@@ -42,6 +42,7 @@ class PhaseController:
         self._offloader = Offloader(pinned=self._cuda)
         self._engine: RolloutEngine | None = None
         self._released = 0  # bytes that torch counts as allocated, though they are given back
+        self._dropped = 0  # the same of engines that are gone: torch keeps their pools, as reserved ones
         self._start_peak()
 
     def memory(self) -> CacheMemory | None:
@@ -50,6 +51,7 @@ class PhaseController:
 
     def attach(self, engine: RolloutEngine | None) -> None:
         """The engine whose cache takes turns with the learner, made in phase "collect"; None when it is dropped."""
+        self._dropped += self._released
         self._engine, self._released = engine, 0
 
     def enter(self, phase: str, timers: Timers | None = None) -> None:
@@ -110,6 +112,7 @@ class PhaseController:
     def _note_peak(self) -> None:
         if self._cuda:
             self.peak_bytes[self.phase] = torch.cuda.max_memory_allocated(self._device) - self._released
-            self.reserved_bytes[self.phase] = torch.cuda.max_memory_reserved(self._device) - self._released
+            given_back = self._released + self._dropped
+            self.reserved_bytes[self.phase] = torch.cuda.max_memory_reserved(self._device) - given_back
         else:
             self.peak_bytes[self.phase] = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024

@@ -98,6 +98,7 @@ PRESETS: dict[str, TrainConfig] = {
 
 
 DEFAULT = "mini"
+SHORT = {"kv.precision": ("--precision",)}  # what every command of a comparison gives
 _STOPPING = """The same command resumes a run. `touch OUTPUT_DIR/stop` ends it after the iteration in progress, saved.
 SIGTERM does so too, but torchrun kills its ranks 30 s after it (torch 2.13's has --shutdown-timeout): use the file."""
 
@@ -125,8 +126,8 @@ def parse_config(arguments: Sequence[str] | None = None, *, program: str = "kv4r
         kind, *more = typing.get_args(kind) or (kind,)
         width = {"nargs": "*" if more == [...] else 1 + len(more)} if more else {}
         parser.add_argument(
-            f"--{name}", type=kind, default=argparse.SUPPRESS, metavar=name.rpartition(".")[2].upper(),
-            help=comment.replace("%", "%%"), **width,
+            f"--{name}", *SHORT.get(name, ()), dest=name, type=kind, default=argparse.SUPPRESS,
+            metavar=name.rpartition(".")[2].upper(), help=comment.replace("%", "%%"), **width,
         )  # fmt: skip
     given = vars(parser.parse_args(arguments))
     named, file = given.pop("preset"), given.pop("config")

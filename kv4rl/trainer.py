@@ -18,11 +18,11 @@ from kv4rl.engine.sampler import Sampling
 from kv4rl.evaluation.evaluate import EvaluationResult, evaluate
 from kv4rl.evaluation.periodic import QuestionSet, question_sets
 from kv4rl.grpo.batch_metrics import collection_metrics, max_over_ranks, over_replicas, response_metrics
-from kv4rl.grpo.host_limit import available_bytes
+from kv4rl.grpo.host_limit import MEMINFO, available_bytes
 from kv4rl.grpo.host_memory import HostMemory
 from kv4rl.grpo.learner import GRPOLearner
 from kv4rl.grpo.masters import cast_copy, compute_dtype
-from kv4rl.grpo.memory import Machine, plan_run, pool_pages
+from kv4rl.grpo.memory import Machine, check_without_gpu, plan_run, pool_pages
 from kv4rl.grpo.weight_sync import checksum, sync
 from kv4rl.metrics import Timers
 from kv4rl.model.decoder import Decoder
@@ -102,15 +102,18 @@ class Trainer:
 
         Before anything is loaded: ValueError, item by item, where a phase needs more than this GPU or node has.
         """
+        config, elastic = self.config, self.config.memory == "phased" and gives_back(self.device)
+        machine = Machine(self.ranks.size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), elastic)
         if self.device.type != "cuda":
             require(rollout.cache_pages > 0, "rollout.cache_pages", 0, "a number of pages >= 1 without a GPU to fill")
+            if MEMINFO.exists():  # on Linux
+                left = min(self.ranks.gather(available_bytes()))  # before any of them loads
+                check_without_gpu(config, load_config(config.model), machine, left)
             return rollout
-        config, model = self.config, load_config(self.config.model)
+        model = load_config(config.model)
         # In phase "evaluate" a second cache needs the room that a resident one does not leave.
         given = rollout.cache_pages > 0 or config.memory == "phased"
         require(given, "rollout.cache_pages", 0, "a number of pages >= 1 with --memory resident")
-        elastic = config.memory == "phased" and gives_back(self.device)
-        machine = Machine(self.ranks.size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), elastic)
         total = min(self.ranks.gather(torch.cuda.get_device_properties(self.device).total_memory))
         if rollout.cache_pages == 0:
             rollout = replace(rollout, cache_pages=pool_pages(config, model, rollout, machine, total))

@@ -3,6 +3,7 @@
 from pathlib import Path
 
 CGROUPS = Path("/sys/fs/cgroup")
+MEMINFO = Path("/proc/meminfo")  # there on Linux only
 # Controller of a line in /proc/self/cgroup -> its folder, and the files of limit and use; version 2's has no name.
 FILES = {"": ("", "memory.max", "memory.current"),
          "memory": ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes")}  # fmt: skip

@@ -32,7 +32,7 @@ class RunPlan:
         """Raise `ValueError`, item by item, where a phase needs more than a GPU has, or all of them than their node."""
         for phase, items in (("collect", self.collect), ("learn", self.learn)):
             _require(items, total_bytes, f"this GPU's {total_bytes / 1e9:.4g} GB for phase {phase!r}")
-        _require(self.host, host_bytes, f"the {host_bytes / 1e9:.4g} GB of CPU memory that this node has left")
+        _require(self.host, host_bytes, _left_of_node(host_bytes))
 
 
 def _require(items: dict[str, int], most: int, whose: str) -> None:
@@ -79,9 +79,27 @@ def pool_pages(
     return plan_engine(shard, config.kv, rollout, int(USED_SHARE * total_bytes) - beside).cache.pages
 
 
-def _shard(config: TrainConfig, model: DecoderConfig) -> tuple[Decoder, torch.dtype]:
+def check_without_gpu(config: TrainConfig, model: DecoderConfig, machine: Machine, host_bytes: int) -> None:
+    """Raise `ValueError`, item by item, where the weights and states of a run on CPUs exceed their node's memory.
+
+    Caches and activations come on top: they are filled as needed, so no plan of them is refused.
+    """
+    shard, dtype = _shard(config, model, "cpu")
+    states, work = _learner(config, model, machine.ranks, dtype)
+    weights = sum(parameter.nbytes for parameter in shard.parameters())
+    each = {"engine's weights": weights, **states, "gradients": work["gradients"]}
+    items = {f"{name} of {machine.ranks_of_node}": size * machine.ranks_of_node for name, size in each.items()}
+    items["checkpoint"] = (states["masters"] + states["moments"]) * machine.ranks
+    _require(items, host_bytes, _left_of_node(host_bytes))
+
+
+def _left_of_node(host_bytes: int) -> str:
+    return f"the {host_bytes / 1e9:.4g} GB of CPU memory that this node has left"
+
+
+def _shard(config: TrainConfig, model: DecoderConfig, device: str = "cuda") -> tuple[Decoder, torch.dtype]:
     """The engine's part of the model, its weights on `meta`, and their dtype."""
-    dtype = compute_dtype(config.grpo.compute_dtype, torch.device("cuda"))
+    dtype = compute_dtype(config.grpo.compute_dtype, torch.device(device))
     with torch.device("meta"):
         return Decoder(shard_config(model, config.tensor_parallel)).to(dtype), dtype
 

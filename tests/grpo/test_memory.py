@@ -11,6 +11,7 @@ from kv4rl.grpo.host_limit import available_bytes
 from kv4rl.grpo.memory import Machine, plan_run, pool_pages
 from kv4rl.model.shapes import shape_config
 from kv4rl.presets import preset
+from kv4rl.ranks import Ranks
 from kv4rl.trainer import Trainer
 
 H200, HOST = 141_000_000_000, 2_000_000_000_000
@@ -80,6 +81,18 @@ def test_each_precision_gets_the_pages_that_the_memory_leaves():
         assert pages(name, "bf16", elastic=False) < bf16  # what stays while the learner works must fit beside it
     with pytest.raises(ValueError, match=r"budget_bytes=.*: model .*short by"):
         pages("qwen3_8b", "kv4rl", total=20_000_000_000)
+
+
+def test_a_model_too_large_for_a_machine_without_a_gpu_is_refused_before_it_is_loaded(monkeypatch):
+    monkeypatch.setattr("kv4rl.trainer.load_config", lambda name: shape_config("qwen3-4b"))
+    monkeypatch.setattr("kv4rl.trainer.available_bytes", lambda: 24_000_000_000)
+    small = replace(preset("qwen3_4b"), tensor_parallel=1, rollout=preset("mini").rollout)
+    run = SimpleNamespace(config=small, device=torch.device("cpu"), ranks=Ranks(torch.device("cpu")))
+    items = r"engine's weights of 1 16\.1 GB, masters of 1 16\.1 GB, moments of 1 32\.2 GB, reference .* checkpoint"
+    with pytest.raises(ValueError, match=rf"at most the 24 GB of CPU memory that this node has left: {items}"):
+        Trainer._within_memory(run, small.rollout)
+    monkeypatch.setattr("kv4rl.trainer.available_bytes", lambda: 200_000_000_000)
+    assert Trainer._within_memory(run, small.rollout) == small.rollout
 
 
 @pytest.mark.parametrize("left", [1.0, 0.5])

@@ -27,7 +27,7 @@ WRONG = [  # module, words, what the sentence names
     ("kv4rl.train", "--rollout.workspace_tokens 99", "prefix_tokens=1051: expected at most workspace_tokens=99"),
     ("kv4rl.train", "--device cuda:9", "device='cuda:9': expected"),
     ("kv4rl.train", "--output_dir /proc/x", "/proc/x"),
-    ("kv4rl.train", "--precision kv4", "did you mean --kv.precision?"),
+    ("kv4rl.train", "--kv.precison kv4", "did you mean --kv.precision?"),
     ("kv4rl.train_rows", "--updates 3", "updates=3: expected at least 8 for rows of a run"),
     ("kv4rl.train_rows", "--tasks other.jsonl", "tasks='other.jsonl': expected one of mini, sums"),
     ("kv4rl.train_rows", "--model modle", "model='modle'"),

@@ -89,6 +89,20 @@ def test_what_an_evaluation_left_in_a_cycle_is_freed_before_the_cache_returns(tu
     assert left == [False]
 
 
+def test_memory_that_a_dropped_engine_gave_back_is_not_counted_as_reserved(turns, monkeypatch):
+    """The second arm of `bench iteration` had 206 GB reserved on a GPU of 150: the first one's cache was counted."""
+    controller, log, _ = turns
+    controller.enter("collect")
+    controller.attach(Engine(log))
+    controller.enter("learn")  # 7 bytes are given back
+    controller.attach(None)
+    controller._cuda = True
+    monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 93)  # the dropped tensors are not in it
+    monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 107)
+    found = controller.metrics()
+    assert found["perf/peak_memory_gb/learn"] == 93e-9 and found["perf/peak_reserved_gb/learn"] == 100e-9
+
+
 def test_an_unknown_phase_is_named(turns):
     with pytest.raises(ValueError, match="phase='dream': expected one of collect, learn, evaluate"):
         turns[0].enter("dream")

@@ -121,6 +121,11 @@ def test_a_wrong_flag_or_value_says_what_would_be_right(arguments, sentence, cap
     assert sentence in capsys.readouterr().err
 
 
+def test_the_precision_has_a_short_flag_and_the_later_one_wins():
+    assert parse_config("--precision kv8".split()) == parse_config("--kv.precision kv8".split())
+    assert parse_config("--precision kv8 --kv.precision bf16".split()).kv.precision == "bf16"
+
+
 def test_sets_to_evaluate_are_any_number_of_words():
     assert parse_config("--preset qwen3_4b --evaluate_sets".split()).evaluate_sets == ()
     assert parse_config("--evaluate_sets math500 aime24=a.jsonl".split()).evaluate_sets == ("math500", "aime24=a.jsonl")
