@@ -363,35 +363,6 @@ def test_the_newest_position_of_a_context_beyond_its_pages(context):
         TokenSlots.for_decode(batch(contexts=(context, 5)), KV)
 
 
-def step(n=2):
-    """q, k, v and where they go, for a decode step of `batch()`."""
-    return torch.ones(n, 8, 64), tokens(n) + 1, tokens(n) + 1, TokenSlots.for_decode(batch(), KV)
-
-
-@pytest.mark.parametrize(
-    ("place", "value", "message"),
-    [
-        (0, None, "q='NoneType': expected a strided tensor [N, 8, 64]"),
-        (1, None, "k='NoneType': expected a strided tensor [N, 2, 64]"),
-        (0, torch.zeros(2, 4, 64), "q.shape=(2, 4, 64): expected [N, 8, 64]"),
-        (0, torch.zeros(1, 8, 64), "page_table.shape=(2, 2): expected (1, 2)"),
-    ],
-)
-def test_a_refused_step_writes_nothing(cache, place, value, message):
-    given = list(step())
-    given[place] = value
-    before = cache.main.storage.clone()
-    with refused(message):
-        cache.write_and_decode(0, *given, batch())
-    assert torch.equal(cache.main.storage, before)
-
-
-def test_norm_and_rope_are_refused_where_they_would_be_left_undone(cache):
-    assert not cache.takes_raw
-    with refused("before='object': expected None, and q and k after QK-norm and RoPE"):
-        cache.write_and_decode(0, *step(), batch(), before=object())
-
-
 def test_queries(cache):
     with refused("q.shape=(2, 4, 64): expected [N, 8, 64]"):
         cache.decode(0, torch.zeros(2, 4, 64), batch())
