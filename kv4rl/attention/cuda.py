@@ -22,7 +22,7 @@ from kv4rl.attention.cuda_arguments import (
     write_arguments,
     write_defines,
 )
-from kv4rl.config import require
+from kv4rl.config import require, require_integer
 from kv4rl.formats.packing import chunk_bytes
 
 SHARED_BYTES = 228 * 1024  # of a Hopper multiprocessor; each block costs 1 KB beyond its own
@@ -147,6 +147,10 @@ class DecodePlan:
 
     def __init__(self, cache, max_rows: int, max_pages: int, chunk_weight: int | None = None):
         shape = cache.shape
+        require_integer(max_rows, "max_rows", 1)
+        require_integer(max_pages, "max_pages", 0)
+        if chunk_weight is not None:
+            require_integer(chunk_weight, "chunk_weight", 1)
         require(takes_pages(cache), "dtype of bf16 pages", shape.dtype, "16-bit elements: tensor cores take those")
         self.cache = cache
         self.workspace = Workspace(cache, max_rows, max_pages, chunk_weight)

@@ -225,6 +225,7 @@ def decode_arguments(cache, layer: int, batch, prepared, out, lse, units, counte
 
 def _require_outputs(cache, out: torch.Tensor, lse: torch.Tensor | None, rows: int) -> None:
     heads = (rows, cache.shape.query_heads)
+    require(isinstance(out, torch.Tensor), "out", type(out).__name__, f"a tensor {(*heads, cache.shape.head_dim)}")
     require(out.dtype in INPUT_TYPES, "out.dtype", out.dtype, "bfloat16, float16 or float32")
     _require_dense("out", out, out.dtype, (*heads, cache.shape.head_dim), cache)
     if lse is not None:

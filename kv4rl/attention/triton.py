@@ -11,7 +11,7 @@ import torch
 
 from kv4rl.attention.backends import BackendUnavailable
 from kv4rl.attention.cuda_arguments import require_writable
-from kv4rl.config import PAGE_TOKENS
+from kv4rl.config import PAGE_TOKENS, require
 
 CHUNK = 1024  # tokens of one part
 SHAPE = {"num_warps": 4, "num_stages": 3}  # of a decode launch: warps of a program, tiles loaded ahead
@@ -41,6 +41,7 @@ def _kernels():
 
 def write_kv(cache, layer: int, q, k, v, where) -> torch.Tensor | None:
     """As `attention.cuda.write_kv`, for the quantised precisions."""
+    require(cache.kv.precision != "bf16", "precision", "bf16", "kv8, kv4 or kv4rl: `write_plain` stores elements")
     require_writable(cache, layer, q, k, v, where)
     shape, given = cache.shape, q if q is not None else k
     prepared = None

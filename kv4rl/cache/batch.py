@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import torch
 
-from kv4rl.config import PAGE_TOKENS, KVConfig, require
+from kv4rl.config import PAGE_TOKENS, KVConfig, require, require_integer
 
 CHECK_VARIABLE = "KV4RL_CHECK"  # 1: look at all values in every call, trusted ones too; slow, for debugging
 CHECK_EVERY_CALL = os.environ.get(CHECK_VARIABLE) == "1"
@@ -136,7 +136,9 @@ class TokenSlots(_Trusting):
         Raises `ValueError` if the row holds too few pages.
         """
         row = torch.as_tensor(page_table_row, dtype=torch.int64)
-        require(0 <= start <= stop, "start, stop", (start, stop), "0 <= start <= stop")
+        for name, value in (("slot", slot), ("start", start), ("stop", stop)):
+            require_integer(value, name, 0)
+        require(start <= stop, "start, stop", (start, stop), "0 <= start <= stop")
         require(stop <= len(row) * PAGE_TOKENS, "stop", stop, f"at most {len(row)} pages x {PAGE_TOKENS} tokens")
         positions = torch.arange(start, stop, device=row.device)
         return cls(
@@ -150,7 +152,11 @@ class TokenSlots(_Trusting):
 
     @classmethod
     def for_decode(cls, batch: "DecodeBatch", kv: KVConfig) -> "TokenSlots":
-        """The newest position of every request of `batch`, context_tokens - 1; padding rows write nothing."""
+        """The newest position of every request of `batch`, context_tokens - 1; padding rows write nothing.
+
+        Raises `ValueError` for a context that its row of pages cannot hold, unless the batch is trusted.
+        """
+        batch.check_contexts()
         positions = (batch.context_tokens - 1).clamp(min=0)
         pages = batch.page_table.gather(1, (positions // PAGE_TOKENS)[:, None])[:, 0]
         return cls(
@@ -213,10 +219,15 @@ class DecodeBatch(_Trusting):
         _require_int64("context_tokens", self.context_tokens, (rows,), limits.device)
         _require_int64("slots", self.slots, (rows,), limits.device)
 
+    def check_contexts(self) -> None:
+        """Raise `ValueError` for a context beyond the page table, unless the batch is trusted."""
+        if _may_inspect(self.context_tokens) and (CHECK_EVERY_CALL or not self._trusted):
+            _require_range("context_tokens", self.context_tokens, 0, self.page_table.shape[1] * PAGE_TOKENS + 1)
+
     def _check_values(self, limits: Limits) -> None:
         """Pages beyond a context and slots of padding rows are nobody's business, nor slots without a side buffer."""
         max_pages = self.page_table.shape[1]
-        _require_range("context_tokens", self.context_tokens, 0, max_pages * PAGE_TOKENS + 1)
+        self.check_contexts()
         first_position = torch.arange(max_pages, device=self.page_table.device) * PAGE_TOKENS
         used = first_position < self.context_tokens[:, None]
         _require_range("page_table", self.page_table[used], 0, limits.num_pages)

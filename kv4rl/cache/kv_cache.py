@@ -55,6 +55,8 @@ class KVCache:
     def __init__(
         self, kv: KVConfig, shape: CacheShape, *, num_pages: int, num_slots: int, device="cpu", backend: str = "auto"
     ):
+        require(isinstance(kv, KVConfig), "kv", type(kv).__name__, "a KVConfig")
+        require(isinstance(shape, CacheShape), "shape", type(shape).__name__, "a CacheShape")
         require_integer(num_pages, "num_pages", 1)
         require_integer(num_slots, "num_slots", 1)
         device = _device(device)
@@ -136,14 +138,17 @@ class KVCache:
         """A pure decode step's `write` of one new token a request, then its `decode`; row i of q, k, v is one token.
 
         With `before`, only where `takes_raw`, q and k are as projected: the backend does norm and RoPE in its write.
+        Raises `ValueError` as `write` and `decode` do, before either has begun.
         """
+        self.check_write(layer, k, v, where)
+        self._check_decode(layer, q, batch)
         require(len(q) == len(k), "q.shape", tuple(q.shape), f"as many tokens as k has, {len(k)}")
+        if before is not None:  # what is not asked for here would be left undone
+            require(self.takes_raw, "before", type(before).__name__, "None, and q and k after QK-norm and RoPE")
         together = hasattr(self.backend, "write_and_decode")  # `OneLaunch`, without 40 us of isinstance a layer
         if not together or not len(q):
             self.write(layer, k, v, where)
             return self.decode(layer, q, batch)
-        self.check_write(layer, k, v, where)
-        self._check_decode(layer, q, batch)
         if before is None:
             return self.backend.write_and_decode(self, layer, q, k, v, where, batch)
         return self.backend.write_and_decode(self, layer, q, k, v, where, batch, before=before)
@@ -161,11 +166,13 @@ class KVCache:
         self.check_heads("v", v, self.shape.kv_heads)
         if k.shape != v.shape:
             require(False, "v.shape", tuple(v.shape), f"k's, {tuple(k.shape)}")
+        require(isinstance(where, TokenSlots), "where", type(where).__name__, "a TokenSlots")
         where.check(len(k), self.limits)
 
     def _check_decode(self, layer: int, q: torch.Tensor, batch: DecodeBatch) -> None:
         self.check_layer(layer)
         self.check_heads("q", q, self.shape.query_heads)
+        require(isinstance(batch, DecodeBatch), "batch", type(batch).__name__, "a DecodeBatch")
         batch.check(len(q), self.limits)
 
     def check_layer(self, layer: int) -> None:

@@ -150,9 +150,10 @@ class DecodeStep:
         table = self._page_table[: size.rows, : size.pages]
         table.copy_(self._slot_pages[:, : size.pages].index_select(0, slots))
         batch = DecodeBatch(table, context, slots)
-        where = TokenSlots.for_decode(batch, self.cache.kv)
         if context.is_cuda:  # the scheduler's own values: looking at them would make the host wait
             batch.trust()
+        where = TokenSlots.for_decode(batch, self.cache.kv)
+        if context.is_cuda:
             where.trust()
         attend = StepAttention(self.cache, where, batch)
         logits = self.decoder.sampling_logits(self.decoder(ids, where.positions, attend))

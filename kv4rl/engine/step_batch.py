@@ -33,9 +33,10 @@ class StepBatch:
         if len(context) and plans_on_host(cache.backend):
             cache.backend.prepare(cache, context, arrays[0], static=False)
         self._decode = DecodeBatch(*(upload(array, device) for array in arrays))
-        self._where = _token_slots(plan, table, self._decode, cache.kv, device)
         if device.type == "cuda":  # the scheduler's own values: looking at them would make the host wait
             self._decode.trust()
+        self._where = _token_slots(plan, table, self._decode, cache.kv, device)
+        if device.type == "cuda":
             self._where.trust()
         self._spans = _prefill_spans(plan.chunks, self._decode_rows, cache.shape, device)
         ids, positions, sampled, targets = [table.last_token[plan.slots]], [context - 1], [*range(len(context))], []

@@ -54,6 +54,17 @@ def test_a_compiler_that_cannot_build_for_the_device_is_a_reason_to_fall_back(mo
         choose_backend("cuda", "cuda")
 
 
+def test_another_architecture_is_a_reason_to_fall_back(monkeypatch):
+    factories = {name: backends.FACTORIES[name] for name in ("reference", "cuda")}
+    monkeypatch.setattr(backends, "FACTORIES", factories)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
+    said = r"built for Hopper \(sm_90\), this device is sm_80: use backend='triton'"
+    with pytest.warns(RuntimeWarning, match=f"'cuda' is off: it is {said}"):
+        assert choose_backend("auto", "cuda").name == "reference"
+    with pytest.raises(BackendUnavailable, match=f"^backend='cuda': it is {said}"):
+        choose_backend("cuda", "cuda")
+
+
 def test_auto_on_cuda_prefers_the_first_that_runs(monkeypatch):
     class Fast:
         name = "cuda"

@@ -182,6 +182,26 @@ def test_running_before_planning_is_refused(cache, plan):
     plan.run(0, prepared, out)
 
 
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ((0, 3), "max_rows=0: expected an integer >= 1"),
+        (("2", 3), "max_rows='2': expected an integer >= 1"),
+        ((2, -3), "max_pages=-3: expected an integer >= 0"),
+        ((2, 3, 0), "chunk_weight=0: expected an integer >= 1"),
+        ((2, 3, 2.5), "chunk_weight=2.5: expected an integer >= 1"),
+    ],
+)
+def test_sizes_that_no_plan_can_have(cache, sizes, message):
+    with pytest.raises(ValueError, match="^" + re.escape(message)):
+        cuda.DecodePlan(cache, *sizes)
+
+
+def test_an_output_that_is_no_tensor_is_refused(cache):
+    with pytest.raises(ValueError, match=r"^out='NoneType': expected a tensor \(2, 8, 128\)"):
+        decode_call(cache, batch_of(2, 3), out=None)
+
+
 def test_pages_of_fp32_elements_have_no_plan():
     cache = KVCache(KVConfig("bf16"), CacheShape(1, 8, 2, 128, torch.float32), num_pages=6, num_slots=3)
     with pytest.raises(ValueError, match=r"^dtype of bf16 pages=torch\.float32: expected 16-bit elements"):

@@ -11,6 +11,7 @@ import pytest
 import torch
 from cuda_emulator.harness import same_contents
 
+from kv4rl.attention import triton as host
 from kv4rl.attention.backends import BackendUnavailable, choose_backend
 from kv4rl.attention.float64 import bf16_peer, oracle
 from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
@@ -32,6 +33,21 @@ def test_without_the_interpreter_the_cpu_is_refused_with_the_fix():
     pytest.importorskip("triton")
     with pytest.raises(BackendUnavailable, match="TRITON_INTERPRET=1"):
         choose_backend("triton", "cpu")
+
+
+def test_without_triton_the_backend_is_off_with_the_fix(monkeypatch):
+    monkeypatch.setitem(sys.modules, "triton", None)
+    with pytest.raises(BackendUnavailable, match="Triton is not installed: pip install triton, or use backend='ref"):
+        choose_backend("triton", "cpu")
+
+
+def test_codes_are_not_written_to_pages_of_elements():
+    """They would be read as garbage: the kernel knows INT4 and INT8 pages alone."""
+    kv = KVConfig("bf16")
+    cache = KVCache(kv, CacheShape(1, 2, 1, 64, torch.bfloat16), num_pages=2, num_slots=1, backend="reference")
+    k, where = vectors(3, 1, 64, torch.bfloat16, 1), TokenSlots.for_chunk([1], 0, 0, 3, kv)
+    with pytest.raises(ValueError, match=r"^precision='bf16': expected kv8, kv4 or kv4rl"):
+        host.write_kv(cache, 0, None, k, k, where)
 
 
 @pytest.mark.parametrize(("before", "printed"), [("", "True"), ("import triton; ", "restart Python")])

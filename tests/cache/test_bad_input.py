@@ -322,6 +322,47 @@ def test_another_device_of_the_same_type(cache):
         cache.check_heads("q", x, 8)
 
 
+@pytest.mark.parametrize("where", [None, (1, 2), 5, "batch"])
+def test_places_of_another_kind(cache, where):
+    where = batch() if where == "batch" else where
+    with refused(f"where={type(where).__name__!r}: expected a TokenSlots"):
+        cache.write(0, tokens(2), tokens(2), where)
+
+
+@pytest.mark.parametrize("given", [None, "where"])
+def test_batches_of_another_kind(cache, given):
+    given = TokenSlots.for_chunk([1], 0, 0, 2, KV) if given == "where" else given
+    with refused(f"batch={type(given).__name__!r}: expected a DecodeBatch"):
+        cache.decode(0, torch.zeros(2, 8, 64), given)
+
+
+@pytest.mark.parametrize(("change", "message"), [({"kv": "kv4"}, "kv='str'"), ({"shape": None}, "shape='NoneType'")])
+def test_configurations_of_another_kind(change, message):
+    with refused(message):
+        KVCache(**{"kv": KV, "shape": CacheShape(**SHAPE), "num_pages": 6, "num_slots": 3} | change)
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"slot": 0.5}, "slot=0.5: expected an integer >= 0"),
+        ({"slot": -1}, "slot=-1: expected an integer >= 0"),
+        ({"start": 1.0}, "start=1.0: expected an integer >= 0"),
+        ({"stop": 3.5}, "stop=3.5: expected an integer >= 0"),
+    ],
+)
+def test_chunks_between_two_positions(change, message):
+    with refused(message):
+        TokenSlots.for_chunk(**{"page_table_row": [1], "slot": 0, "start": 0, "stop": 3, "kv": KV} | change)
+
+
+@pytest.mark.parametrize("context", [33, 50, 10**9])
+def test_the_newest_position_of_a_context_beyond_its_pages(context):
+    """On a GPU the look-up of its page would be an assertion on the device, after which nothing runs any more."""
+    with refused(f"context_tokens={context}: expected 0 … 32"):
+        TokenSlots.for_decode(batch(contexts=(context, 5)), KV)
+
+
 def test_queries(cache):
     with refused("q.shape=(2, 4, 64): expected [N, 8, 64]"):
         cache.decode(0, torch.zeros(2, 4, 64), batch())

@@ -217,3 +217,17 @@ def test_pages_beyond_two_gigabytes_are_reached():
     assert torch.equal(found, stored("kv4", k, v)[0])
     batch = DecodeBatch(torch.tensor([[pages - 1]]), torch.tensor([16]), torch.tensor([0]))
     assert cache.decode(0, torch.randn(1, 4, 128), batch).isfinite().all()
+
+
+def test_a_batch_of_none_reaches_no_backend():
+    """A launch over a grid of none is an error of CUDA's."""
+    kv = KVConfig("kv4rl", 4, 8)
+    cache = KVCache(kv, CacheShape(1, 4, 2, 64, torch.float32), num_pages=2, num_slots=1)
+    cache.backend = None
+    k, q = torch.zeros(0, 2, 64), torch.zeros(0, 4, 64)
+    where = TokenSlots.for_chunk([1], 0, 0, 0, kv)
+    none = DecodeBatch(torch.zeros(0, 1, dtype=torch.int64), *torch.zeros(2, 0, dtype=torch.int64))
+    cache.write(0, k, k, where)
+    out, lse = cache.decode(0, q, none, return_lse=True)
+    assert (out.shape, lse.shape) == ((0, 4, 64), (0, 4))
+    assert cache.write_and_decode(0, q, k, k, where, none).shape == (0, 4, 64)
