@@ -19,6 +19,7 @@ from kv4rl.config import InputError, require
 PLOTLY = "application/vnd.plotly.v1+json"
 STATIC_SIZE = {"width": 900, "height": 420}
 WIDGET = "application/vnd.jupyter.widget-view+json"
+WORDS = 80  # characters of nbformat's complaint, which may quote the whole file
 INSTEAD = "(a widget: it is drawn where the notebook runs)"  # of its repr, which is long and says nothing
 
 
@@ -41,12 +42,20 @@ def execute(path: Path, output: Path, *, parameters: dict | None = None, timeout
 
 def run(path: Path, parameters: dict | None, timeout_s: int):
     """The notebook at `path`, executed once in a fresh kernel."""
-    notebook = nbformat.read(path, as_version=4)
+    notebook = read(path)
     if parameters:
         set_parameters(notebook, parameters)
     resources = {"metadata": {"path": path.parent}}
     NotebookClient(notebook, timeout=timeout_s, kernel_name="python3", resources=resources).execute()
     return notebook
+
+
+def read(path: Path):
+    """The notebook at `path`. InputError for a file that is none: nbformat names each kind of damage otherwise."""
+    try:
+        return nbformat.read(path, as_version=4)
+    except (ValueError, AttributeError, KeyError, nbformat.ValidationError) as error:
+        raise InputError(f"notebook={str(path)!r}: expected a Jupyter notebook ({str(error)[:WORDS]})") from error
 
 
 def set_parameters(notebook, parameters: dict) -> None:
@@ -104,8 +113,11 @@ def main(arguments: list[str] | None = None) -> None:
     with one_sentence("kv4rl.execute"):
         for path in words.notebooks:
             require(path.is_file(), "notebook", str(path), "a file that exists")
+            notebook = read(path)
             if words.preset:
-                set_parameters(nbformat.read(path, as_version=4), {"PRESET": words.preset})
+                set_parameters(notebook, {"PRESET": words.preset})
+        if words.output_dir:  # a folder that cannot be made would be found out after minutes of work
+            words.output_dir.mkdir(parents=True, exist_ok=True)
     for path in words.notebooks:
         output = path if words.in_place else words.output_dir / path.name
         seconds = execute(path, output, parameters={"PRESET": words.preset} if words.preset else None)

@@ -173,7 +173,11 @@ def _answer(row: Mapping, where: str, names: Sequence[str] = ("answer",)) -> obj
 
 
 def _plain_gold(row: Mapping, where: str) -> str:
-    answer = str(_answer(row, where)).rpartition("####")[2].strip()
+    given = _answer(row, where)
+    # The text of a list or an object is no answer: every response would be marked wrong, silently.
+    plain = isinstance(given, str | int | float) and not isinstance(given, bool)
+    require(plain, f"{where} answer", given, "a text or a number")
+    answer = str(given).rpartition("####")[2].strip()
     require(bool(answer), f"{where} answer", answer, "an answer after ####")
     whole = re.fullmatch(r"(-?)0*(\d+)(?:\.0+)?", answer)  # 27.0 and 025: integers of sets that store them so
     return f"{whole[1]}{whole[2]}" if whole else answer

@@ -124,3 +124,10 @@ def test_the_hub_is_asked_by_the_papers_name_and_says_what_would_do(monkeypatch)
     with pytest.raises(ConnectionError):
         load_sets(["all"])
     assert asked == [("math-ai/amc23", "test"), ("HuggingFaceH4/MATH-500", "test")]
+
+
+@pytest.mark.parametrize("answer", ['{"a": 1}', '["29"]', "true"])
+def test_an_answer_that_is_no_text_or_number_is_refused(tmp_path, answer):
+    (tmp_path / "mine.jsonl").write_text(f'{{"prompt": "n", "answer": {answer}}}\n')
+    with pytest.raises(ValueError, match=r"mine\.jsonl:1 answer=.*expected a text or a number"):
+        load_sets([str(tmp_path / "mine.jsonl")])

@@ -41,3 +41,18 @@ def test_an_output_widget_is_refused(tmp_path):
     ran = nbformat.v4.new_notebook(metadata={"widgets": {"application/vnd.jupyter.widget-state+json": state}})
     with pytest.raises(RuntimeError, match=r"n\.ipynb draws into an Output widget"):
         module.refuse_output_widgets(ran, tmp_path / "n.ipynb")
+
+
+@pytest.mark.parametrize("content", ["", "{", "[1]", '{"nbformat": 4}', "\N{SNOWMAN}"])
+def test_a_file_that_is_no_notebook_is_named_before_anything_runs(tmp_path, capsys, content):
+    (tmp_path / "a.ipynb").write_text(content, encoding="utf-8")
+    with pytest.raises(SystemExit, match="2"):
+        module.main([str(tmp_path / "a.ipynb"), "--output-dir", str(tmp_path / "out")])
+    assert "a.ipynb': expected a Jupyter notebook" in capsys.readouterr().err and not (tmp_path / "out").exists()
+
+
+def test_a_folder_that_cannot_be_made_is_named_before_anything_runs(tmp_path, capsys):
+    nbformat.write(nbformat.v4.new_notebook(), tmp_path / "a.ipynb")
+    with pytest.raises(SystemExit, match="2"):
+        module.main([str(tmp_path / "a.ipynb"), "--output-dir", str(tmp_path / "a.ipynb")])
+    assert capsys.readouterr().err.startswith("kv4rl.execute: error: ")
