@@ -13,6 +13,7 @@ from pathlib import Path
 
 import plotly.graph_objects as go
 
+from kv4rl.bench.error import SHAPE as ERROR_SHAPE
 from kv4rl.bench.kernels import BASELINE, TRITON
 from kv4rl.compare import ABSENT, ORIGIN, compare, ours
 from kv4rl.config import PRECISIONS
@@ -123,8 +124,9 @@ def _ranges(title: str, rows: list[dict[str, str]]) -> str:
 
 
 def decode(rows: Path = RESULTS) -> str:
-    """One layer's decode shape by shape: FlashInfer's time, each format's speedup, and `write_kv`; Triton's below."""
-    found, parts = read_rows(rows / "kernels.csv", experiment="kernels"), []
+    """One layer's decode shape by shape: FlashInfer's time, each format's speedup, `write_kv`; errors, Triton's."""
+    stored = read_rows(rows / "kernels.csv", experiment="kernels")
+    found, parts = [row for row in stored if row["shape"] != ERROR_SHAPE], []
     for model, heads in HEADS.items():
         mine = [row for row in found if row["model"] == model and not row["arm"].endswith(TRITON)]
         value = {(row["shape"], row["arm"], row["metric"]): float(row["value"]) for row in mine}
@@ -136,6 +138,7 @@ def decode(rows: Path = RESULTS) -> str:
         written = [f"{value[key]:.1f} us for {key[0]} tokens" for key in value if key[2] == "write_kv_us"]
         said = f"{heads}, {_origin(mine)}; `write_kv` of q, k, v: {', '.join(written)}:"
         parts += [said[0].upper() + said[1:], _table(lines, tuple(lines[0]))]
+    parts += _errors([row for row in stored if row["shape"] == ERROR_SHAPE])
     return "\n\n".join(parts + _triton(found))
 
 
@@ -155,6 +158,23 @@ def _triton(found: list[dict[str, str]]) -> list[str]:
         said = f"The Triton kernels, x of BF16 FlashInfer in their own run, {heads}, {_origin(mine)}"
         parts += [f"{said}:", _table(lines, tuple(lines[0]))]
     return parts
+
+
+def _errors(found: list[dict[str, str]]) -> list[str]:
+    """A line a format: its error beside FlashInfer's on the same values, a pair of columns a kind of heads."""
+    if not found:
+        return []
+    value = {(row["model"], row["arm"], row["metric"]): float(row["value"]) for row in found}
+    lines = []
+    for arm in dict.fromkeys(row["arm"] for row in found):
+        line = {"cache": PRECISION_NAMES[arm.removesuffix("_p8")] + ", 8-bit P" * arm.endswith("_p8")}
+        for model, heads in HEADS.items():
+            if (model, arm, "error_vs_float64") in value:
+                ours, theirs = (value[model, arm, m] for m in ("error_vs_float64", "flashinfer_error_vs_float64"))
+                line[heads] = f"{ours:.2e} beside {theirs:.2e}: {_times(value[model, arm, 'error_vs_flashinfer'])}"
+        lines.append(line)
+    said = f"Error against float64 beside FlashInfer BF16's on the same dequantised values, {_origin(found)}"
+    return [f"{said} (`bench error`):", _table(lines, tuple(lines[0]))]
 
 
 def _times(speedup: float | None) -> str:
@@ -184,7 +204,9 @@ def today(rows: Path = RESULTS) -> str:
     lines: dict[str, list[str]] = {}
     for row in today_rows(_stored(rows / "today.csv")):
         shape = f"{row['model']}, {row['prompts x tokens + new']} new tokens"
-        lines.setdefault(shape, []).append(f"{row['engine']} {row['tokens/s']} ({row['over generate']})")
+        ratios = [f"{row[over]} {over}" for over in ("over generate", "over generate_batch") if row[over] != "-"]
+        said = "" if row["engine"].startswith("transformers") or not ratios else f" ({', '.join(ratios)})"
+        lines.setdefault(shape, []).append(f"{row['engine']} {row['tokens/s']}{said}")
     return "\n".join(f"- {shape}: {', '.join(cells)}" for shape, cells in lines.items()) or _table([], ())
 
 

@@ -1,6 +1,7 @@
 """Collections measured on a real engine with forced lengths (Figs. 2, 6a, A6a), from rows of `bench rollout`."""
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 from kv4rl.config import PRECISIONS
 from kv4rl.paper import PUBLISHED
@@ -83,14 +84,17 @@ def overhead_rows(rows: Rows) -> list[dict[str, str]]:
 
 
 def today_rows(rows: Rows) -> list[dict[str, str]]:
-    """One dict a model, shape and arm of `today.csv`: tokens a second and the ratio to transformers' `generate`."""
-    found: dict[tuple[str, str, str], dict[str, float]] = {}
-    for row in rows:
-        found.setdefault((row["model"], row["shape"], row["arm"]), {})[row["metric"]] = float(row["value"])
+    """One dict a model, shape and arm of `today.csv`: tokens a second and the ratios to transformers' `generate` and,
+    of one run, `generate_batch`."""
+    ratios = {row["shape"] + row["arm"]: float(row["value"]) for row in rows if row["metric"] == "speedup_vs_generate"}
+    rates = [row for row in rows if row["metric"] == "tokens_per_s"]
+    run = itemgetter("model", "shape", "commit", "command")
+    batch = {run(row): float(row["value"]) for row in rates if row["arm"] == "transformers_generate_batch"}
+    times = lambda ratio: f"{ratio:.1f}x" if ratio else "-"
     lines = []
-    for (model, shape, arm), cells in found.items():
-        line = {"model": model, "prompts x tokens + new": shape, "engine": arm}
-        line["tokens/s"] = f"{cells['tokens_per_s']:,.0f}"
-        ratio = cells.get("speedup_vs_generate")
-        lines.append(line | {"over generate": f"{ratio:.1f}x" if ratio else "-"})
+    for row in rates:
+        rate = float(row["value"])
+        line = {"model": row["model"], "prompts x tokens + new": row["shape"], "engine": row["arm"]}
+        line |= {"tokens/s": f"{rate:,.0f}", "over generate": times(ratios.get(row["shape"] + row["arm"]))}
+        lines.append(line | {"over generate_batch": times(run(row) in batch and rate / batch[run(row)])})
     return lines

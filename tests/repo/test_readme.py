@@ -7,6 +7,8 @@ import pytest
 
 from kv4rl import learning, load_tokenizer, preset, readme
 from kv4rl.attention.regions import regions
+from kv4rl.bench import error
+from kv4rl.bench.kernels import SHARDS
 from kv4rl.model.weights import MODELS_DIR
 from kv4rl.results import REPOSITORY, read_rows, write_rows
 from kv4rl.tasks.datasets import open_stream
@@ -43,6 +45,15 @@ def test_triton_rows_make_a_table_of_their_own_and_change_no_other(tmp_path):
     assert added.count("| batch x context | KV8 | KV4 | KV4-RL |") == len(theirs) == 2
     assert added.count("| 640x874 | - | 1.23x | - |") == 2
     assert added.count("2999-01-01, abc1234") == 2
+
+
+def test_errors_make_a_line_a_format_and_leave_the_speedups_origin_alone(tmp_path):
+    write_rows(tmp_path / "kernels.csv", [row for row in read_rows("kernels.csv") if row["shape"] != error.SHAPE])
+    before = readme.decode(tmp_path)
+    for shard in SHARDS:
+        write_rows(tmp_path / "kernels.csv", error.rows_of("kv4_p8", shard, 3e-3, 2e-3))
+    added = readme.decode(tmp_path).replace(before.split("\n\nThe Triton")[0], "")
+    assert "| KV4, 8-bit P | 3.00e-03 beside 2.00e-03: 1.50x | 3.00e-03 beside 2.00e-03: 1.50x |" in added
 
 
 def test_training_leads_with_smollm2_and_says_what_every_setting_shows(tmp_path):

@@ -25,8 +25,9 @@ from kv4rl.viz.rollout import (
 )
 
 
-def row(arm, shape, metric, value, *, model="qwen3-4b", experiment="replay"):
-    return {"experiment": experiment, "arm": arm, "model": model, "shape": shape, "metric": metric, "value": str(value)}
+def row(arm, shape, metric, value, *, model="qwen3-4b", experiment="replay", **more):
+    about = {"experiment": experiment, "arm": arm, "model": model, "shape": shape, "metric": metric}
+    return about | {"value": str(value)} | more
 
 
 REPLAY = [
@@ -112,9 +113,16 @@ def test_schedulers_ratios_stand_beside_the_papers_where_it_prints_them():
 
 
 def test_todays_engines_are_listed_with_their_ratio():
-    rows = [row("kv4", "256x128+256", "tokens_per_s", 30000.0), row("kv4", "256x128+256", "speedup_vs_generate", 15.2)]
-    (line,) = today_rows(rows)
-    assert line["tokens/s"] == "30,000" and line["over generate"] == "15.2x"
+    one, other = {"commit": "a", "command": "one"}, {"commit": "a", "command": "other"}
+    rows = [
+        row("kv4", "256x128+256", "tokens_per_s", 30000.0, **one),
+        row("kv4", "256x128+256", "speedup_vs_generate", 15.2, **other),
+        row("bf16", "256x128+256", "tokens_per_s", 20000.0, **other),
+        row("transformers_generate_batch", "256x128+256", "tokens_per_s", 2000.0, **one),
+    ]
+    kv4, bf16, batch = today_rows(rows)
+    assert (kv4["tokens/s"], kv4["over generate"], kv4["over generate_batch"]) == ("30,000", "15.2x", "15.0x")
+    assert bf16["over generate_batch"] == "-" and batch["over generate_batch"] == "1.0x"
 
 
 def test_overhead_shows_the_engines_share_of_its_replay_and_leaves_collections_out():
