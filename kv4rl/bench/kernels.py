@@ -283,10 +283,11 @@ def grouped(measured: list[tuple[Workload, dict]]) -> list[tuple[Workload, dict]
 
 def line_of(workload: Workload, shard: str, found: dict, copy_rate: float) -> str:
     cells = []
-    base = found.get(BASELINE, (0.0, 0))[0]
+    base = found.get(BASELINE)
     for arm, (ms, size) in found.items():
         rate = size / ms * 1e3
-        cells.append(f"{arm} {ms * 1e3:7.1f} us {rate / 1e12:.2f} TB/s {rate / copy_rate:4.0%} {base / ms:5.2f}x")
+        over = f" {base[0] / ms:5.2f}x" if base else ""
+        cells.append(f"{arm} {ms * 1e3:7.1f} us {rate / 1e12:.2f} TB/s {rate / copy_rate:4.0%}{over}")
     return f"{shard:>10} {workload.name:>18} | " + " | ".join(cells)
 
 
@@ -323,8 +324,8 @@ def measure_shard(shard: str, options: argparse.Namespace, copy_rate: float, row
         found = measure(workload, shard, options.arms)
         measured.append((workload, found))
         keep(workload, found)
-        for arm, (ms, _) in found.items():
-            speedup = found.get(BASELINE, (0.0, 0))[0] / ms
+        for arm, (ms, _) in found.items() if BASELINE in found else ():
+            speedup = found[BASELINE][0] / ms
             worst[arm] = min(worst.get(arm, speedup), speedup)
     for workload, found in grouped(measured):
         keep(workload, found)

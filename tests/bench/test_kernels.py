@@ -30,6 +30,14 @@ def test_a_triton_arm_decodes_the_content_of_its_cache(precision, monkeypatch):
     torch.testing.assert_close(arm.out, wanted, rtol=2 * rounding, atol=2 * rounding)
 
 
+def test_without_the_baseline_a_line_claims_no_speedup():
+    found = {"kv4": (0.1, 10**8)}
+    alone, beside = (kernels.line_of(kernels.uniform(2, 40), "tp2_16q4kv", f, 4e12) for f in (
+        found, {kernels.BASELINE: (0.35, 4 * 10**8)} | found,
+    ))  # fmt: skip
+    assert not alone.rstrip().endswith("x") and beside.endswith(" 3.50x")
+
+
 def test_every_arm_has_a_speedup_over_the_baseline_of_its_run():
     rows = {(row["arm"], row["metric"]): row["value"] for row in kernels.rows_of(SMALL, "tp2_16q4kv", TIMES, 1e5)}
     assert {arm: rows[arm, "speedup_vs_bf16"] for arm in TIMES} == {
