@@ -31,7 +31,7 @@ from kv4rl.viz.training import PANELS, learning_curves
 README = REPOSITORY / "README.md"
 PAGES = (README, REPOSITORY / "data" / "models" / "mini-qwen3" / "README.md", REPOSITORY / "kernels" / "README.md")
 SECONDARY = (  # comparisons that notebook 11 and the page show; here they stand in a table of their own or nowhere
-    "bits per element", "sampler KL of stored", "sampler KL, K and V rotated", "resident KV at", "decode replay",
+    "bits per element", "sampler KL of stored", "sampler KL, K and V rotated", "resident KV", "decode replay",
     "decode calls per interval", "decode step, partial", "accuracy lost", "reward lost",
 )  # fmt: skip
 
@@ -200,9 +200,11 @@ def replay(rows: Path = RESULTS) -> str:
 
 
 def today(rows: Path = RESULTS) -> str:
-    """Tokens a second of transformers' two ways and of this engine, in one line a shape."""
+    """Tokens a second of transformers' two ways and of this engine, in one line a shape that this engine ran too."""
     lines: dict[str, list[str]] = {}
-    for row in today_rows(_stored(rows / "today.csv")):
+    found = today_rows(_stored(rows / "today.csv"))
+    ours = {row["prompts x tokens + new"] for row in found if row["engine"] in PRECISIONS}
+    for row in (row for row in found if row["prompts x tokens + new"] in ours):
         shape = f"{row['model']}, {row['prompts x tokens + new']} new tokens"
         ratios = [f"{row[over]} {over}" for over in ("over generate", "over generate_batch") if row[over] != "-"]
         said = "" if row["engine"].startswith("transformers") or not ratios else f" ({', '.join(ratios)})"

@@ -192,7 +192,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         prog="python -m kv4rl.bench today", description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     arms = (*BASELINES, *PRECISIONS)
-    parser.add_argument("--model", default="qwen3-4b", help=f"{', '.join(SHAPES)} (random weights), or a shipped one")
+    model = "qwen3-4b" if torch.cuda.is_available() else "mini-qwen3"  # billions of weights take a CPU hours
+    parser.add_argument("--model", default=model, help=f"{', '.join(SHAPES)} (random weights), or a shipped one")
     parser.add_argument("--arms", nargs="+", default=list(arms), choices=arms)
     parser.add_argument("--prompts", type=int, default=256)
     parser.add_argument("--prompt-tokens", type=int, default=128)

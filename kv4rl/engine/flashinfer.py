@@ -6,6 +6,10 @@ wrapper a batch bucket. Over `kv8` storage the same backend keeps FP8 keys and v
 """
 
 import math
+import os
+import shutil
+import sys
+from pathlib import Path
 from types import ModuleType
 
 import numpy as np
@@ -23,7 +27,13 @@ FP8 = torch.float8_e4m3fn
 
 
 def import_flashinfer() -> ModuleType:
-    """The library. Raises `BackendUnavailable`, with what to do, where it is missing."""
+    """The library. Raises `BackendUnavailable`, with what to do, where it is missing.
+
+    It builds its kernels by starting `ninja` by name: pip's lies beside a Python whose environment may not be active.
+    """
+    beside = Path(sys.executable).parent
+    if shutil.which("ninja") is None and (beside / "ninja").exists():
+        os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", ""), str(beside)))
     try:
         import flashinfer
     except ImportError as missing:

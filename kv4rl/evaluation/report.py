@@ -64,8 +64,9 @@ def table(metric: str = "avg_at_k", *, file: str | Path = FILE, directory: Path 
         return []
     rows = read_rows(path, experiment="evaluation", metric=metric)
     shapes = {row["shape"] for row in rows}
-    columns = [name for name in BENCHMARKS if name in shapes]
-    columns += [*sorted(shapes - {*columns, MEAN}), *({MEAN} & shapes)]
+    papers = {name: index for index, name in enumerate(BENCHMARKS)}
+    place = lambda shape: (papers.get(shape.partition("[")[0], len(papers)), shape)  # "aime24[:3]": the first three
+    columns = [*sorted(shapes - {MEAN}, key=place), *({MEAN} & shapes)]
     lines = []
     for model, arm in dict.fromkeys((row["model"], row["arm"]) for row in rows):
         mine = [row for row in rows if (row["model"], row["arm"]) == (model, arm)]

@@ -147,7 +147,10 @@ def load_tokenizer(path_or_id: str | Path) -> PreTrainedTokenizerBase:
     directory = resolve(path_or_id)
     there = [name for name in TOKENIZER_FILES if (directory / name).is_file()]
     # Without any, transformers makes an empty one.
-    require(bool(there), "tokenizer", str(directory), f"a directory with one of {', '.join(TOKENIZER_FILES)}")
+    wanted = f"a directory with one of {', '.join(TOKENIZER_FILES)}"
+    if (directory / "model").is_dir():  # of a training run
+        wanted += f": {directory / 'model'}?"
+    require(bool(there), "tokenizer", str(directory), wanted)
     for name in (*there, "tokenizer_config.json"):
         if name.endswith(".json") and (directory / name).is_file():
             read_json(directory / name)

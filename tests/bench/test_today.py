@@ -71,6 +71,11 @@ def test_a_run_cut_short_keeps_the_arms_that_it_measured(tmp_path, monkeypatch):
     assert {row["arm"] for row in read_rows(out)} == {"kv4"}
 
 
+@no_cuda
+def test_without_a_gpu_the_model_is_one_that_a_cpu_can_run():
+    assert today.parse([]).model == "mini-qwen3"
+
+
 @pytest.mark.parametrize(
     ("words", "message"),
     [

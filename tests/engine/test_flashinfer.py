@@ -1,5 +1,6 @@
 """The FlashInfer backend against a stand-in for the library that does, slowly, what its decode wrapper documents."""
 
+import shutil
 import sys
 import types
 
@@ -87,3 +88,14 @@ def test_what_flashinfer_cannot_read_is_refused(library, make_engine, make_decod
     monkeypatch.setitem(sys.modules, "flashinfer", None)
     with pytest.raises(BackendUnavailable, match="FlashInfer is not installed: pip install"):
         FlashInferBackend(make_engine(decoder=make_decoder().bfloat16()).cache)
+
+
+def test_ninja_beside_the_python_is_found_by_the_librarys_builds(monkeypatch, tmp_path):
+    """FlashInfer starts it by name, and nobody activated the environment."""
+    for name in ("python", "ninja"):
+        (tmp_path / name).touch(mode=0o755)
+    monkeypatch.setattr(module.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
+    module.import_flashinfer()
+    assert shutil.which("ninja") == str(tmp_path / "ninja")

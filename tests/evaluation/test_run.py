@@ -11,6 +11,7 @@ import pytest
 from kv4rl.config import InputError
 from kv4rl.evaluation import EvaluationResult
 from kv4rl.evaluation.__main__ import main, model_name
+from kv4rl.evaluation.benchmarks import BENCHMARKS
 from kv4rl.evaluation.records import Record, RecordFile, result_of
 from kv4rl.evaluation.report import evaluation_rows, format_table, table
 from kv4rl.evaluation.run import EvaluationSettings, Evaluator
@@ -211,6 +212,16 @@ def test_rows_and_table_average_sets_within_a_seed_first(tmp_path):
     assert (line["MATH-500"], line["Mean"]) == ("50.0±35.4", "37.5±0.0")
     assert format_table([line]).splitlines()[1].split() == ["own", "last", "50.0±35.4", "25.0±35.4", "37.5±0.0"]
     assert table(directory=tmp_path / "none") == [] and format_table([]) == "no rows"
+
+
+def test_parts_of_sets_stand_in_the_papers_order(tmp_path):
+    parts = {f"{name}[:1]": scored([1.0]) for name in ("math500", "own", "aime24", "amc23")}
+    write_rows(
+        tmp_path / "evaluation.csv", evaluation_rows({42: parts}, arm="a", model="m", reading="verl", command="c")
+    )
+    (line,) = table(directory=tmp_path)
+    order = [name for name in BENCHMARKS if f"{name}[:1]" in parts]
+    assert list(line)[2:] == [*(f"{name}[:1]" for name in order), "own[:1]", "Mean"]
 
 
 def test_samples_are_table_a2s_unless_given():

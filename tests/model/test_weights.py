@@ -170,6 +170,9 @@ def test_tokenizer_travels_with_the_model_and_must_fit_it(saved, some_config):
 def test_missing_tokenizer_is_named(saved):
     with pytest.raises(ValueError, match=r"tokenizer='.*': expected a directory with one of tokenizer\.json"):
         load_tokenizer(saved)
+    (saved / "model").mkdir()
+    with pytest.raises(ValueError, match=rf"vocab\.json: {saved / 'model'}\?"):
+        load_tokenizer(saved)
 
 
 def test_eos_ids_come_from_the_generation_config_first(saved):

@@ -183,3 +183,16 @@ def test_reward_workers_that_die_do_not_end_a_run(tiny_config, monkeypatch):
     monkeypatch.setattr("kv4rl.train.Grader", DyingGrader)
     result = train(tiny_config(updates=1, evaluate_prompts=1, evaluate_samples=1))
     assert result.updates == 1 and 0 <= result.metrics[-1]["critic/score/mean"] <= 1
+
+
+def test_an_interrupted_run_says_how_it_goes_on(tmp_path, monkeypatch, capsys):
+    def interrupted(*arguments, **more):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kv4rl.train.train", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        main(["--preset", "smoke", "--output_dir", str(tmp_path)])
+    assert ended.value.code == 130
+    assert capsys.readouterr().err == (
+        "kv4rl.train: interrupted; the same command goes on from the newest checkpoint\n"
+    )
