@@ -135,7 +135,7 @@ def decode(rows: Path = RESULTS) -> str:
             | {name: _times(value.get((shape, arm, "speedup_vs_bf16"))) for arm, name in KERNEL_ARMS.items()}
             for shape in dict.fromkeys(shape for shape, _, metric in value if metric == "speedup_vs_bf16")
         ]
-        written = [f"{value[key]:.1f} us for {key[0]} tokens" for key in value if key[2] == "write_kv_us"]
+        written = [f"{value[key]:.1f} us for {key[0]} tokens" for key in value if key[1:] == ("kv4rl", "write_kv_us")]
         said = f"{heads}, {_origin(mine)}; `write_kv` of q, k, v: {', '.join(written)}:"
         parts += [said[0].upper() + said[1:], _table(lines, tuple(lines[0]))]
     parts += _errors([row for row in stored if row["shape"] == ERROR_SHAPE])

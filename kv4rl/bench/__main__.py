@@ -10,6 +10,7 @@ from kv4rl.ranks import leaving_lost_peers
 
 BENCHES = {  # name -> module with main(arguments)
     "error": "kv4rl.bench.error",
+    "grading": "kv4rl.bench.grading",
     "floor": "kv4rl.bench.floor",
     "kernels": "kv4rl.bench.kernels",
     "overhead": "kv4rl.bench.overhead",

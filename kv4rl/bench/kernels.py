@@ -332,13 +332,13 @@ def measure_shard(shard: str, options: argparse.Namespace, copy_rate: float, row
     return worst
 
 
-def step_rows(shard: str) -> list[dict]:
+def step_rows(shard: str, precision: str) -> list[dict]:
     """`write_kv` for 64 and 640 tokens, printed and as rows."""
     rows = []
     for tokens in (64, 640):
-        for metric, us in Step(tokens, SHARDS[shard]).us().items():
-            print(f"{shard:>10} {metric.removesuffix('_us')} {tokens} tokens {us:.2f} us")
-            about = {"arm": "kv4rl", "model": shard, "shape": f"{tokens}", "metric": metric}
+        for metric, us in Step(tokens, SHARDS[shard], precision).us().items():
+            print(f"{shard:>10} {precision} {metric.removesuffix('_us')} {tokens} tokens {us:.2f} us")
+            about = {"arm": precision, "model": shard, "shape": f"{tokens}", "metric": metric}
             rows.append(result_row(experiment="kernels", unit="us", value=us, n=15, **about))
     return rows
 
@@ -351,8 +351,8 @@ def main(arguments: list[str] | None = None) -> None:
     for shard in options.shards:
         for arm, speedup in measure_shard(shard, options, copy_rate, rows).items():
             worst[arm] = min(worst.get(arm, speedup), speedup)
-        if "kv4rl" in options.arms:
-            rows += step_rows(shard)
+        for precision in (arm for arm in ARMS if arm in options.arms):
+            rows += step_rows(shard, precision)
     path = write_rows(options.out, rows)
     summary = {"experiment": "kernels", "rows": len(rows), "file": str(path), "worst_speedup": worst}
     print(json.dumps(summary))
