@@ -202,14 +202,16 @@ def replay(rows: Path = RESULTS) -> str:
 def today(rows: Path = RESULTS) -> str:
     """Tokens a second of transformers' two ways and of this engine, in one line a shape that this engine ran too."""
     lines: dict[str, list[str]] = {}
-    found = today_rows(_stored(rows / "today.csv"))
-    ours = {row["prompts x tokens + new"] for row in found if row["engine"] in PRECISIONS}
-    for row in (row for row in found if row["prompts x tokens + new"] in ours):
+    answered = set()
+    for row in today_rows(_stored(rows / "today.csv")):
         shape = f"{row['model']}, {row['prompts x tokens + new']} new tokens"
+        if row["engine"] in PRECISIONS:
+            answered.add(shape)
         ratios = [f"{row[over]} {over}" for over in ("over generate", "over generate_batch") if row[over] != "-"]
         said = "" if row["engine"].startswith("transformers") or not ratios else f" ({', '.join(ratios)})"
         lines.setdefault(shape, []).append(f"{row['engine']} {row['tokens/s']}{said}")
-    return "\n".join(f"- {shape}: {', '.join(cells)}" for shape, cells in lines.items()) or _table([], ())
+    told = [f"- {shape}: {', '.join(cells)}" for shape, cells in lines.items() if shape in answered]
+    return "\n".join(told) or _table([], ())
 
 
 def _stored(path: Path) -> list[dict[str, str]]:

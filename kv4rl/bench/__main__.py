@@ -10,8 +10,8 @@ from kv4rl.ranks import leaving_lost_peers
 
 BENCHES = {  # name -> module with main(arguments)
     "error": "kv4rl.bench.error",
-    "grading": "kv4rl.bench.grading",
     "floor": "kv4rl.bench.floor",
+    "grading": "kv4rl.bench.grading",
     "kernels": "kv4rl.bench.kernels",
     "overhead": "kv4rl.bench.overhead",
     "replay": "kv4rl.bench.replay",

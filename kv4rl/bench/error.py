@@ -14,13 +14,13 @@ import json
 import torch
 
 from kv4rl.attention.float64 import dequantised_context, oracle, stored_basis_query
-from kv4rl.bench.kernels import FILE, HEAD_DIM, SHARDS, flashinfer_wrapper, layout
+from kv4rl.bench.kernels import FILE, HEAD_DIM, SHARDS, layout
 from kv4rl.bench.refusals import require_flashinfer, require_writable
 from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
-from kv4rl.cache.main_cache import pages_for
 from kv4rl.cli import one_sentence
 from kv4rl.config import KVConfig
 from kv4rl.device import choose_device
+from kv4rl.engine.flashinfer import FlashInferBackend
 from kv4rl.results import result_row, write_rows
 
 LENGTHS = (1, 17, 150, 1000, 5000)
@@ -31,16 +31,20 @@ ARMS = {
 }  # fmt: skip
 
 
+def random_like_model(
+    n: int, heads: int, d: int, generator: torch.Generator, dtype: torch.dtype, spread: float = 1.0
+) -> torch.Tensor:
+    """Vectors [n, heads, d] with a few outlier channels, as keys have, on the generator's device."""
+    x = torch.randn(n, heads, d, generator=generator, device=generator.device) * spread
+    x[..., 3] += 6.0
+    x[..., d // 2] -= 4.0
+    return x.to(dtype)
+
+
 def requests(kv: KVConfig, heads: tuple[int, int], device: str) -> tuple[KVCache, DecodeBatch, torch.Tensor]:
     """A layer of `LENGTHS` on shuffled pages: (cache, batch, queries BF16 [5, query_heads, d])."""
     generator = torch.Generator(device).manual_seed(0)
-
-    def vectors(n: int, count: int) -> torch.Tensor:
-        x = torch.randn(n, count, HEAD_DIM, generator=generator, device=device)
-        x[..., 3] += 6.0
-        x[..., HEAD_DIM // 2] -= 4.0
-        return x.bfloat16()
-
+    vectors = lambda n, count: random_like_model(n, count, HEAD_DIM, generator, torch.bfloat16)
     batch, pages = layout(LENGTHS, generator)
     backend = "cuda" if device == "cuda" else "reference"
     shape = CacheShape(1, *heads, HEAD_DIM, torch.bfloat16)
@@ -53,16 +57,14 @@ def requests(kv: KVConfig, heads: tuple[int, int], device: str) -> tuple[KVCache
 
 def flashinfer_decode(cache: KVCache, batch: DecodeBatch, q: torch.Tensor) -> torch.Tensor:
     """The baseline's output [B, query_heads, d] over the dequantised cache in BF16, with the integer path's query."""
-    size = (cache.allocator.num_pages, cache.shape.kv_heads, 16, HEAD_DIM)
-    pages = [torch.zeros(size, dtype=torch.bfloat16, device=cache.device) for _ in range(2)]
+    sizes = {"num_pages": cache.allocator.num_pages, "num_slots": cache.num_slots, "device": cache.device}
+    plain = KVCache(KVConfig("bf16"), cache.shape, **sizes)
+    plain.backend = FlashInferBackend(plain)
     for row, n in enumerate(batch.context_tokens.tolist()):
-        mine = batch.page_table[row, : pages_for(n)]
-        for vectors, to in zip(dequantised_context(cache, 0, batch, row), pages, strict=True):
-            padded = vectors.new_zeros(16 * len(mine), *vectors.shape[1:])
-            padded[:n] = vectors
-            to[mine] = padded.unflatten(0, (-1, 16)).transpose(1, 2).bfloat16()
-    wrapper = flashinfer_wrapper(batch, (cache.shape.query_heads, cache.shape.kv_heads))
-    return wrapper.run(stored_basis_query(cache, q, "int8").flatten(1, 2).bfloat16(), tuple(pages))
+        k, v = (vectors.bfloat16() for vectors in dequantised_context(cache, 0, batch, row))
+        plain.write(0, k, v, TokenSlots.for_chunk(batch.page_table[row], row, 0, n, plain.kv))
+    plain.backend.prepare(plain, batch.context_tokens.cpu().numpy(), batch.page_table.cpu().numpy(), static=False)
+    return plain.decode(0, stored_basis_query(cache, q, "int8").flatten(1, 2).bfloat16(), batch)
 
 
 def errors(kv: KVConfig, heads: tuple[int, int], device: str = "cuda") -> tuple[float, float]:

@@ -16,7 +16,7 @@ import numpy as np
 
 from kv4rl.bench.refusals import MOST_AT_ONCE, require_counts, require_writable
 from kv4rl.cli import one_sentence
-from kv4rl.config import require, require_integer
+from kv4rl.config import LARGEST, require, require_integer, require_number
 from kv4rl.results import RESULTS, result_row, write_rows
 from kv4rl.rewards.grader import Grader, Verdict
 from kv4rl.rollout.fits import FITS
@@ -82,7 +82,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
         require_counts(options, groups=1, workers=1)
         require(options.groups <= MOST_AT_ONCE, "groups", options.groups, f"at most {MOST_AT_ONCE}")
         require_integer(options.seed, "seed", 0)
-        require(options.timeout_s > 0, "timeout-s", options.timeout_s, "seconds > 0")
+        require_number(options.timeout_s, "timeout-s", 0, LARGEST, open_low=True)
         require_writable(options.out)
     return options
 

@@ -151,24 +151,12 @@ class TritonDecode(OurDecode):
         self.out, _ = triton.attend(self.cache, layer, self.prepared, self.batch)
 
 
-def flashinfer_wrapper(batch: DecodeBatch, heads: tuple[int, int], dtype: torch.dtype = torch.bfloat16):
-    """The baseline, planned for a batch: FlashInfer's fa2 tensor-core decode over pages [heads, 16, d] of `dtype`."""
-    import flashinfer
-
-    counts = torch.tensor([pages_for(n) for n in batch.context_tokens.tolist()])
-    indptr = torch.cat((torch.zeros(1, dtype=torch.long), counts.cumsum(0))).int().cuda()
-    indices = batch.page_table[batch.page_table >= 0].int()
-    last = ((batch.context_tokens - 1) % 16 + 1).int()
-    workspace = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
-    wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(workspace, "HND", use_tensor_cores=True, backend="fa2")
-    wrapper.plan(indptr, indices, last, *heads, HEAD_DIM, 16, q_data_type=torch.bfloat16, kv_data_type=dtype)
-    return wrapper
-
-
 class FlashInferDecode:
-    """The baseline over random BF16 pages, or pages of another type."""
+    """The baseline: FlashInfer's fa2 tensor-core decode over BF16 pages of 16 tokens."""
 
     def __init__(self, workload: Workload, heads: tuple[int, int], dtype=torch.bfloat16, seed: int = 0):
+        import flashinfer
+
         generator = torch.Generator("cuda").manual_seed(seed)
         batch, pages = layout(workload.lengths, generator)
         self.kv_bytes = sum(workload.lengths) * heads[1] * 2 * HEAD_DIM * dtype.itemsize
@@ -178,7 +166,17 @@ class FlashInferDecode:
             torch.randn(shape, generator=generator, device="cuda", dtype=torch.bfloat16).to(dtype) for _ in range(2)
         )
         self.q = torch.randn(len(workload.lengths), heads[0], HEAD_DIM, generator=generator, device="cuda").bfloat16()
-        self.wrapper = flashinfer_wrapper(batch, heads, dtype)
+        counts = torch.tensor([pages_for(n) for n in workload.lengths])
+        indptr = torch.cat((torch.zeros(1, dtype=torch.long), counts.cumsum(0))).int().cuda()
+        indices = batch.page_table[batch.page_table >= 0].int()
+        last = ((batch.context_tokens - 1) % 16 + 1).int()
+        workspace = torch.empty(512 << 20, dtype=torch.uint8, device="cuda")
+        self.wrapper = flashinfer.BatchDecodeWithPagedKVCacheWrapper(
+            workspace, "HND", use_tensor_cores=True, backend="fa2"
+        )
+        self.wrapper.plan(
+            indptr, indices, last, *heads, HEAD_DIM, 16, q_data_type=torch.bfloat16, kv_data_type=dtype
+        )  # fmt: skip
         self.out = torch.empty_like(self.q)
 
     def ms(self) -> float:

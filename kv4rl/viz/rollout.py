@@ -86,7 +86,8 @@ def overhead_rows(rows: Rows) -> list[dict[str, str]]:
 def today_rows(rows: Rows) -> list[dict[str, str]]:
     """One dict a model, shape and arm of `today.csv`: tokens a second and the ratios to transformers' `generate` and,
     of one run, `generate_batch`."""
-    ratios = {row["shape"] + row["arm"]: float(row["value"]) for row in rows if row["metric"] == "speedup_vs_generate"}
+    engine = itemgetter("model", "shape", "arm")
+    ratios = {engine(row): float(row["value"]) for row in rows if row["metric"] == "speedup_vs_generate"}
     rates = [row for row in rows if row["metric"] == "tokens_per_s"]
     run = itemgetter("model", "shape", "commit", "command")
     batch = {run(row): float(row["value"]) for row in rates if row["arm"] == "transformers_generate_batch"}
@@ -95,6 +96,6 @@ def today_rows(rows: Rows) -> list[dict[str, str]]:
     for row in rates:
         rate = float(row["value"])
         line = {"model": row["model"], "prompts x tokens + new": row["shape"], "engine": row["arm"]}
-        line |= {"tokens/s": f"{rate:,.0f}", "over generate": times(ratios.get(row["shape"] + row["arm"]))}
+        line |= {"tokens/s": f"{rate:,.0f}", "over generate": times(ratios.get(engine(row)))}
         lines.append(line | {"over generate_batch": times(run(row) in batch and rate / batch[run(row)])})
     return lines

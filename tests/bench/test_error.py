@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from kv4rl.attention.backends import ReferenceBackend
 from kv4rl.attention.float64 import bf16_peer
 from kv4rl.bench import error
 from kv4rl.bench.__main__ import main
@@ -14,25 +15,19 @@ def test_rows_hold_both_errors_and_their_quotient():
     assert rows["error_vs_flashinfer"]["value"] == 1.5 and rows["error_vs_flashinfer"]["unit"] == "x"
 
 
-class PagedAttention:
-    """In FlashInfer's place: attention over pages [pages, kv_heads, 16, d], in FP32."""
+class Planned(ReferenceBackend):
+    """In FlashInfer's place: BF16 attention by the reference."""
 
-    def __init__(self, batch, heads):
-        self.batch, self.group = batch, heads[0] // heads[1]
+    def __init__(self, cache):
+        assert cache.kv.precision == "bf16"
 
-    def run(self, q, pages):
-        out = torch.empty_like(q)
-        for row, n in enumerate(self.batch.context_tokens.tolist()):
-            mine = self.batch.page_table[row, : -(-n // 16)]
-            k, v = (x[mine].transpose(1, 2).flatten(0, 1)[:n].repeat_interleave(self.group, 1).float() for x in pages)
-            weights = (torch.einsum("hd,nhd->hn", q[row].float(), k) * k.shape[-1] ** -0.5).softmax(-1)
-            out[row] = torch.einsum("hn,nhd->hd", weights.bfloat16().float(), v)
-        return out
+    def prepare(self, cache, contexts, page_ids, *, static):
+        assert contexts.tolist() == list(error.LENGTHS) and page_ids.shape[0] == len(contexts) and not static
 
 
 @pytest.mark.parametrize("arm", ["kv8", "kv4rl"])
 def test_the_baseline_attends_to_the_dequantised_cache(arm, monkeypatch):
-    monkeypatch.setattr(error, "flashinfer_wrapper", PagedAttention)
+    monkeypatch.setattr(error, "FlashInferBackend", Planned)
     cache, batch, q = error.requests(error.ARMS[arm], (4, 2), "cpu")
     peer, _ = bf16_peer(cache, 0, q, batch, query="int8")
     out = error.flashinfer_decode(cache, batch, q)

@@ -39,7 +39,8 @@ def test_rows_say_how_long_an_interval_takes(tmp_path):
     [
         (["--groups", "0"], "groups=0: expected an integer >= 1"),
         (["--workers", "0"], "workers=0: expected an integer >= 1"),
-        (["--timeout-s", "0"], "timeout-s=0.0: expected seconds > 0"),
+        (["--timeout-s", "0"], "timeout-s=0.0: expected a number > 0"),
+        (["--timeout-s", "inf"], "timeout-s=inf: expected a number > 0"),
         (["--seed", "-1"], "seed=-1: expected an integer >= 0"),
     ],
 )

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from kv4rl.attention.float64 import bf16_peer, oracle
+from kv4rl.bench.error import random_like_model
 from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.config import KVConfig
@@ -77,14 +78,6 @@ def poison(cache: KVCache) -> None:
     cache.side.v_codes.fill_(127)
     cache.side.k_scale.fill_(torch.nan)
     cache.side.v_scale.fill_(torch.nan)
-
-
-def random_like_model(n: int, heads: int, d: int, generator, dtype, spread: float = 1.0) -> torch.Tensor:
-    """Vectors with a few outlier channels, as keys have."""
-    x = torch.randn(n, heads, d, generator=generator, device="cuda") * spread
-    x[..., 3] += 6.0
-    x[..., d // 2] -= 4.0
-    return x.to(dtype)
 
 
 def build_case(

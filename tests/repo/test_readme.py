@@ -52,7 +52,9 @@ def test_errors_make_a_line_a_format_and_leave_the_speedups_origin_alone(tmp_pat
     before = readme.decode(tmp_path)
     for shard in SHARDS:
         write_rows(tmp_path / "kernels.csv", error.rows_of("kv4_p8", shard, 3e-3, 2e-3))
-    added = readme.decode(tmp_path).replace(before.split("\n\nThe Triton")[0], "")
+    after, speedups = readme.decode(tmp_path), before.partition("\n\nThe Triton")[0]
+    assert after.startswith(speedups + "\n\nError against float64")
+    added = after.removeprefix(speedups)
     assert "| KV4, 8-bit P | 3.00e-03 beside 2.00e-03: 1.50x | 3.00e-03 beside 2.00e-03: 1.50x |" in added
 
 

@@ -120,7 +120,9 @@ def test_todays_engines_are_listed_with_their_ratio():
         row("bf16", "256x128+256", "tokens_per_s", 20000.0, **other),
         row("transformers_generate_batch", "256x128+256", "tokens_per_s", 2000.0, **one),
     ]
-    kv4, bf16, batch = today_rows(rows)
+    rows.append(row("kv4", "256x128+256", "tokens_per_s", 9000.0, model="qwen3-8b", **other))
+    kv4, bf16, batch, larger = today_rows(rows)
+    assert larger["model"] == "qwen3-8b" and larger["over generate"] == "-", "another model's ratio is not its own"
     assert (kv4["tokens/s"], kv4["over generate"], kv4["over generate_batch"]) == ("30,000", "15.2x", "15.0x")
     assert bf16["over generate_batch"] == "-" and batch["over generate_batch"] == "1.0x"
 
