@@ -1,10 +1,11 @@
 """The pure decode step over memory that never moves: what a CUDA graph captures, and what a CPU runs as it is.
 
-Everything a step depends on lies in tensors made once: token ids, contexts, slots, sampling keys, page tables,
-results. `load` writes them (one host-to-device copy, and the pages handed out since the last step), `run` only
-launches; neither waits for the device, so a step can be loaded while the one before it runs. A batch is padded to a
-bucket with rows of context 0, which write nothing and attend to nothing; so a few graphs serve every batch (§A.2
-"Multiple CUDA graphs cover different decode batch sizes").
+Everything a step depends on lies in tensors made once: token ids, contexts, slots, sampling keys, places of the new
+tokens, page tables, results. `load` writes them (one host-to-device copy, and the pages handed out since the last
+step), `run` only launches; neither waits for the device, so a step can be loaded while the one before it runs. What
+the host knows is worked out there: on the device, a dozen kernels of a few hundred integers would lengthen every step.
+A batch is padded to a bucket with rows of context 0, which write nothing and attend to nothing; so a few graphs serve
+every batch (§A.2 "Multiple CUDA graphs cover different decode batch sizes").
 """
 
 from bisect import bisect_left
@@ -15,9 +16,9 @@ from typing import Protocol, runtime_checkable
 import numpy as np
 import torch
 
-from kv4rl.cache.batch import DecodeBatch, TokenSlots
+from kv4rl.cache.batch import DecodeBatch, TokenSlots, protected_widths, side_entries
 from kv4rl.cache.kv_cache import KVCache
-from kv4rl.config import require
+from kv4rl.config import PAGE_TOKENS, KVConfig, require
 from kv4rl.engine.draw import DrawKeys, ForcedEnd, Sampler, draw
 from kv4rl.engine.page_table import NEVER, PageTable
 from kv4rl.engine.sampler import Sampling, sample
@@ -25,7 +26,8 @@ from kv4rl.engine.transfer import upload
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.pointwise import NormRotate
 
-PADDING = np.array([[0], [0], [0], [0], [NEVER]])  # token, context, slot, noise key, end of a row that is no request
+# A row that is no request: token, context, slot, noise key, end; then its token's page, offset, position, side entry.
+PADDING = np.array([[0], [0], [0], [0], [NEVER], [-1], [0], [0], [-1]])
 
 
 @runtime_checkable
@@ -42,6 +44,13 @@ class PlannedOnHost(Protocol):
 def plans_on_host(backend: object) -> bool:
     """Whether a backend is `PlannedOnHost`; isinstance of a protocol takes 40 us, which every step would pay."""
     return hasattr(backend, "prepare")
+
+
+def _places_of_newest(table: PageTable, slots: np.ndarray, context: np.ndarray, kv: KVConfig) -> tuple:
+    """Page ids, offsets, positions and side entries, int64 [B] each: `TokenSlots.for_decode` on the host."""
+    positions = context - 1
+    entries = side_entries(torch.from_numpy(positions), 0, kv).numpy()
+    return table.ids[slots, positions // PAGE_TOKENS], positions % PAGE_TOKENS, positions, entries
 
 
 @dataclass(frozen=True)
@@ -127,7 +136,8 @@ class DecodeStep:
         host = np.tile(PADDING, rows)
         context = table.context[slots] + (previous is not None)
         tokens = table.last_token[slots] if previous is None else previous
-        host[:, : len(slots)] = (tokens, context, slots, noise[slots], ends[slots])
+        places = _places_of_newest(table, slots, context, self.cache.kv)
+        host[:, : len(slots)] = (tokens, context, slots, noise[slots], ends[slots], *places)
         self._vectors[:, :rows] = upload(host, self.cache.device)
         if previous is not None:  # a padding row takes the token of row 0: any that exists
             self._vectors[0, :rows] = self._results[0].index_select(0, self._vectors[0, :rows])
@@ -146,14 +156,14 @@ class DecodeStep:
 
     def run(self, size: StepSize, sampling: Sampling) -> torch.Tensor:
         """Launch the step; tokens and log-probabilities as float64 [2, rows], in memory that the next step reuses."""
-        ids, context, slots, noise, ends = self._vectors[:, : size.rows]
+        ids, context, slots, noise, ends, pages, offsets, positions, entries = self._vectors[:, : size.rows]
         table = self._page_table[: size.rows, : size.pages]
-        table.copy_(self._slot_pages[:, : size.pages].index_select(0, slots))
+        torch.index_select(self._slot_pages[:, : size.pages], 0, slots, out=table)
         batch = DecodeBatch(table, context, slots)
+        widths = protected_widths(self.cache.kv)
+        where = TokenSlots(pages, offsets, positions, slots, entries, page_each=True, widths=widths)
         if context.is_cuda:  # the scheduler's own values: looking at them would make the host wait
             batch.trust()
-        where = TokenSlots.for_decode(batch, self.cache.kv)
-        if context.is_cuda:
             where.trust()
         attend = StepAttention(self.cache, where, batch)
         logits = self.decoder.sampling_logits(self.decoder(ids, where.positions, attend))

@@ -1,5 +1,6 @@
 """The static decode step: padding changes nothing, and a recorded step replays right for any later batch."""
 
+import numpy as np
 import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
@@ -7,7 +8,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from kv4rl.attention.backends import ReferenceBackend
 from kv4rl.cache import batch as cache_batch
-from kv4rl.config import PRECISIONS
+from kv4rl.config import PRECISIONS, KVConfig
 from kv4rl.engine.decode_step import DecodeStep, default_buckets
 from kv4rl.engine.draw import ForcedEnd
 from kv4rl.engine.request import Request
@@ -179,6 +180,31 @@ def test_pages_reach_the_device_table_as_they_are_given(make_engine):
             for row in range(8):
                 held = int(table.held[row])
                 assert step._slot_pages[row, :held].tolist() == table.ids[row, :held].tolist()
+
+
+@pytest.mark.parametrize("previous", [False, True])
+@pytest.mark.parametrize(("sink", "recent"), [(4, 16), (0, 7), (3, 0), (0, 0)])
+def test_tokens_go_where_the_cache_itself_would_put_them(make_engine, monkeypatch, sink, recent, previous):
+    """What `load` works out on the host is `TokenSlots.for_decode` of the batch that `run` makes."""
+    engine = make_engine(kv=KVConfig("kv4rl", sink_tokens=sink, recent_tokens=recent), buckets=BUCKETS)
+    step, table = engine._decode, engine.scheduler.table
+    pages = np.random.default_rng(0).permutation(40)
+    for slot, context in enumerate((1, 4, 5, 16, 17, 32, 33)):
+        table.set(slot, pages[4 * slot : 4 * slot + 4].tolist())
+        table.context[slot] = context
+    slots = np.array([6, 0, 3, 1, 5, 2, 4])
+    keys = np.zeros(8, dtype=np.int64)
+    size = step.load(table, slots, keys, keys, np.arange(7) if previous else None)
+    seen = []
+    monkeypatch.setattr(engine.cache, "write_and_decode", lambda layer, q, k, v, *where: seen.append(where) or q)
+    step.run(size, Sampling())
+    where, batch, _ = seen[0]
+    assert batch.context_tokens.tolist() == [*(table.context[slots] + previous), 0]
+    expected = cache_batch.TokenSlots.for_decode(batch, engine.cache.kv)
+    assert where.page_each and where.widths == expected.widths
+    for name in cache_batch.ROWS:
+        assert getattr(where, name)[:7].tolist() == getattr(expected, name)[:7].tolist(), name
+    assert where.page_ids[7] == expected.page_ids[7] == -1  # the padding row writes nothing
 
 
 def test_padding_alone_is_a_step(make_engine):
