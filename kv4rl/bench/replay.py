@@ -3,7 +3,9 @@
 Timed: the captured forward with tensor-parallel sums and argmax, conversions included; not timed: prefill, scheduling,
 stochastic sampling. Weights are random at the true shape, no file is read: their values change no kernel's work. Every
 arm runs the same states: samples in blocks within one process after warm-up, aggregated by Eq. A2 (means), or over
-heterogeneous vectors by summed medians (§B.5). The BF16 arm runs FlashInfer's fa2 tensor-core decode; `bf16_repeat`
+heterogeneous vectors by summed medians (§B.5). A card that decodes for some seconds runs at its power limit, and some
+per cent slower than one that was idle: `--heat` steps come first, so that each arm is timed on a card as warm as the
+others found it. The BF16 arm runs FlashInfer's fa2 tensor-core decode; `bf16_repeat`
 runs it once more at the end, and the card shows how far the two differ.
 
     python -m kv4rl.bench replay --model qwen3-4b --tp 1
@@ -60,6 +62,7 @@ def measure(decoder: Decoder, arm: str, states: Sequence[State], options: argpar
     samples: dict[State, list[float]] = {state: [] for state in states}
     with quantised_weights(decoder, arm) if arm in PRODUCTS else contextlib.nullcontext():
         replay = Replay(arm, decoder, states)
+        replay.time(states[0], options.heat, 1)
         for _ in range(options.blocks):
             for state in states:
                 samples[state] += replay.time(state, options.samples // options.blocks, options.warmups)
@@ -97,13 +100,11 @@ def rows(times: Times, whole: set[str], model: str) -> list[dict]:
             given = {"metric": "decode_replay_ms", "unit": "ms", "value": state_ms(state, taken)}
             shape = f"{state.group}/{state.name}"
             made.append(result_row(**about, arm=arm, shape=shape, **given, low=low, high=high, n=len(taken)))
-    speedups = aggregates(times)
-    for (arm, group), value in speedups.items():
-        if group in whole:
-            made.append(result_row(**about, arm=arm, shape=group, metric="speedup_vs_bf16", unit="x", value=value))
-            if arm.startswith("kv4rl") and ("kv4", group) in speedups:
-                share = value / speedups["kv4", group]
-                made.append(result_row(**about, arm=arm, shape=group, metric="retention_vs_kv4", unit="x", value=share))
+    protected = {arm: taken for arm, taken in times.items() if arm.startswith("kv4rl")}
+    for base, metric, arms in (("bf16", "speedup_vs_bf16", times), ("kv4", "retention_vs_kv4", protected)):
+        for (arm, group), value in aggregates(arms | {base: times.get(base, {})}, base).items():
+            if group in whole and arm in arms:
+                made.append(result_row(**about, arm=arm, shape=group, metric=metric, unit="x", value=value))
     return made
 
 
@@ -166,11 +167,11 @@ def run(options: argparse.Namespace, decoder: Decoder, say, keep) -> Times:
             say(f"{arm:>12} none of {len(asked)} states fits in {options.hbm_gb:g} GB")
             continue
         times[arm] = measure(decoder, arm, chosen, options)
-        for (name, group), value in aggregates(times).items():
-            if name == arm:
-                count = sum(state.group == group for state in times[arm])
-                total = sum(state_ms(s, t) for s, t in times[arm].items() if s.group == group)
-                say(f"{arm:>12} {group:>10} {count:>3} states {total:9.3f} ms  {value:6.3f}x of bf16")
+        speedups = aggregates(times)
+        for group in dict.fromkeys(state.group for state in chosen):
+            taken = [state_ms(state, samples) for state, samples in times[arm].items() if state.group == group]
+            against = f"{speedups[arm, group]:6.3f}x of bf16" if (arm, group) in speedups else ""
+            say(f"{arm:>12} {group:>10} {len(taken):>3} states {sum(taken):9.3f} ms  {against}".rstrip())
         keep(times, {state.group for state in states} - partial)
     return times
 
@@ -189,12 +190,13 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=90, help="a state (§B.4)")
     parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument("--warmups", type=int, default=10, help="before each block of a state (§B.5)")
+    parser.add_argument("--heat", type=int, default=150 if cuda else 0, help="steps of an arm before its first block")
     parser.add_argument("--hbm-gb", type=float, default=138.0, help="memory of a GPU, GB of 1e9 bytes")
     parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", default="replay.csv", help="CSV under data/results, or an absolute path")
     options = parser.parse_args(arguments)
     with one_sentence("kv4rl.bench replay"):
-        require_counts(options, tp=1, blocks=1, warmups=0, samples=1)
+        require_counts(options, tp=1, blocks=1, warmups=0, samples=1, heat=0)
         require_ranks(options.tp)
         require_number(options.hbm_gb, "hbm-gb", 0, LARGEST, open_low=True)
         choose_device(options.device)

@@ -38,12 +38,13 @@ def test_replay_times_every_state_and_aggregates_by_eq_a2(tmp_path, capsys):
     main([*SMALL, "--arms", "bf16", "kv4", "kv4rl", "--out", str(out)])
     found = {(row["arm"], row["shape"], row["metric"]): float(row["value"]) for row in read_rows(out)}
     ms = {
-        arm: [found[arm, f"{GIVEN}/{name}", "decode_replay_ms"] for name in ("3x20", "2x40")] for arm in ("bf16", "kv4")
+        arm: [found[arm, f"{GIVEN}/{name}", "decode_replay_ms"] for name in ("3x20", "2x40")]
+        for arm in ("bf16", "kv4", "kv4rl")
     }
     by_hand = 1 / (0.5 * ms["kv4"][0] / ms["bf16"][0] + 0.5 * ms["kv4"][1] / ms["bf16"][1])
     assert found["kv4", GIVEN, "speedup_vs_bf16"] == pytest.approx(by_hand, rel=1e-4)
     assert found["bf16", GIVEN, "speedup_vs_bf16"] == 1
-    share = found["kv4rl", GIVEN, "speedup_vs_bf16"] / found["kv4", GIVEN, "speedup_vs_bf16"]
+    share = 2 / (ms["kv4rl"][0] / ms["kv4"][0] + ms["kv4rl"][1] / ms["kv4"][1])
     assert found["kv4rl", GIVEN, "retention_vs_kv4"] == pytest.approx(share, rel=1e-4)
     assert {row["n"] for row in read_rows(out) if row["metric"] == "decode_replay_ms"} == {"4"}
     printed = capsys.readouterr().out
@@ -61,6 +62,23 @@ def test_aggregates_are_harmonic_for_table_states_and_summed_for_ragged_ones():
     made = {(r["arm"], r["shape"], r["metric"]) for r in rows(times, {"ragged-4B"}, "qwen3-4b")}
     assert ("kv4", "ragged-4B", "speedup_vs_bf16") in made
     assert ("kv4", "4B-100", "speedup_vs_bf16") not in made, "a group with a state left out has no aggregate"
+
+
+def test_share_of_kv4_needs_no_bf16_which_one_gpu_may_not_hold():
+    mixed = uniform("ragged-8B", 1, 9)
+    made = rows({"kv4": {mixed: [1.0]}, "kv4rl": {mixed: [1.25]}}, {"ragged-8B"}, "qwen3-8b-tp1")
+    found = {(r["arm"], r["metric"]): float(r["value"]) for r in made}
+    assert found["kv4rl", "retention_vs_kv4"] == 0.8 and ("kv4", "retention_vs_kv4") not in found
+    assert not any(metric == "speedup_vs_bf16" for _, metric in found)
+
+
+def test_each_arm_is_heated_once_before_its_first_block(monkeypatch, tmp_path):
+    asked, time = [], Replay.time
+    noting = lambda self, state, samples, *rest: asked.append((self.arm, samples)) or time(self, state, samples, *rest)
+    monkeypatch.setattr(Replay, "time", noting)
+    main([*SMALL, "--arms", "bf16", "kv4", "--heat", "3", "--out", str(tmp_path / "replay.csv")])
+    for arm in ("bf16", "kv4"):
+        assert [samples for name, samples in asked if name == arm] == [3, 2, 2, 2, 2]
 
 
 @pytest.mark.parametrize("size", ["4b", "8b"])
