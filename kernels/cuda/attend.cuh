@@ -47,53 +47,38 @@ struct Consumer : Block {
     row.advance();
   }
 
-  // Side tiles, T of a warp at once as pages are: their key rows, then their value rows.
   __device__ __forceinline__ void attend_side(Unit const& unit, int end) {
     if (unit.first_tile >= end) return;
     int const entries = a.sink + a.recent, valid = min(entries, unit.context);
     uint32_t const scales = address + C::scales(a.group) + item.stage * C::scale_bytes(entries);
-    for (int first = unit.first_tile + warp; first - warp < end; first += T * W) {
-      float s[T][N][4];
-      Metadata m[T];
-      uint32_t operand[T][N][2];
-#pragma unroll
-      for (int k = 0; k < T; ++k) {
-        int const tile = first + k * W;
-        bool const sent = tile - warp < end;  // the row, to some warp
-        if (sent) wait_row();
-        score_side(tile < end, tile * kPageTokens + lane / 4, valid, scales, s[k], m[k]);
-        if (sent) release_row();
-      }
-      if (first < end) softmax.template absorb<false, false, T>(s, m, operand);
-#pragma unroll
-      for (int k = 0; k < T; ++k) {
-        int const tile = first + k * W;
-        if (tile - warp >= end) continue;
-        wait_row();
-        if (tile < end) SideFormat<D>::accumulate(slot(), lane, operand[k], softmax.o);
-        release_row();
-      }
+    for (int first = unit.first_tile; first < end; first += W) {
+      bool const mine = first + warp < end;
+      uint32_t operand[1][N][2];
+      wait_row();
+      if (mine) score_side((first + warp) * kPageTokens + lane / 4, valid, scales, operand);
+      release_row();
+      wait_row();
+      if (mine) SideFormat<D>::accumulate(slot(), lane, operand[0], softmax.o);
+      release_row();
     }
     if constexpr (!Format::has_byte_operand)
       softmax.scale_output(Format::low_rows, Format::high_rows);  // to the unit that the main pages add in
   }
 
-  // Scores of entries `entry` and `entry + 8`; of a tile that is not `there`, as masked ones.
-  __device__ __forceinline__ void score_side(bool there, int entry, int valid, uint32_t scales, float (&s)[N][4],
-                                             Metadata& m) {
-    m = {};
-    if (there) {
+  __device__ __forceinline__ void score_side(int entry, int valid, uint32_t scales, uint32_t (&operand)[1][N][2]) {
+    Metadata m[1] = {};
+    float s[1][N][4];
 #pragma unroll
-      for (int i = 0; i < 2; ++i) {
-        float2 const pair = halves(load_shared_4(scales + (entry + 8 * i) * 4));
-        m.k_scale[i] = pair.x, m.v_scale[i] = pair.y;
-      }
-      SideFormat<D>::scores(slot(), lane, query, m.k_scale, s);
+    for (int i = 0; i < 2; ++i) {
+      float2 const pair = halves(load_shared_4(scales + (entry + 8 * i) * 4));
+      m[0].k_scale[i] = pair.x, m[0].v_scale[i] = pair.y;
     }
+    SideFormat<D>::scores(slot(), lane, query, m[0].k_scale, s[0]);
 #pragma unroll
     for (int n = 0; n < N; ++n)
 #pragma unroll
-      for (int i = 0; i < 4; ++i) s[n][i] = there && entry + i / 2 * 8 < valid ? s[n][i] : -INFINITY;
+      for (int i = 0; i < 4; ++i) s[0][n][i] = entry + i / 2 * 8 < valid ? s[0][n][i] : -INFINITY;
+    softmax.template absorb<false, false, 1>(s, m, operand);
   }
 
   // T tiles of this warp, a row of the ring each: where the chunk lies, and the barrier that gives its row back.

@@ -214,14 +214,11 @@ struct Producer : Block {
   __device__ __forceinline__ void send_side(Upcoming const& it) {
     int const entries = a.sink + a.recent, end = min(it.item.unit.last_tile, it.tiles.side);
     int64_t const from = side_row(it) * C::D;
-    for (int first = it.item.unit.first_tile; first < end; first += C::T * C::W) {
-      int const beyond = min(end, first + C::T * C::W);  // of the tiles whose keys, then whose values, go at once
-      for (int part = 0; part < 2; ++part)
-        for (int tile = first; tile < beyond; tile += C::W) {
-          int const mine = tile + lane;
-          int const bytes = lane < C::W && mine < end ? min(kPageTokens, entries - mine * kPageTokens) * C::D : 0;
-          send_row((part == 0 ? a.side_k : a.side_v) + from + mine * kPageTokens * C::D, bytes);
-        }
+    for (int tile = it.item.unit.first_tile; tile < end; tile += C::W) {
+      int const mine = tile + lane;
+      int const bytes = lane < C::W && mine < end ? min(kPageTokens, entries - mine * kPageTokens) * C::D : 0;
+      send_row(a.side_k + from + mine * kPageTokens * C::D, bytes);
+      send_row(a.side_v + from + mine * kPageTokens * C::D, bytes);
     }
   }
 
