@@ -22,7 +22,7 @@ from kv4rl.paper import PUBLISHED
 from kv4rl.results import REPOSITORY, RESULTS, latest, read_rows
 from kv4rl.viz.fidelity import width_sweeps
 from kv4rl.viz.kernels import SMALL_BATCH, is_shape, kernel_speedups, of_table_a3
-from kv4rl.viz.replay import replay_table, window_speedups
+from kv4rl.viz.replay import of_model, replay_table, speedups
 from kv4rl.viz.rollout import today_rows
 from kv4rl.viz.stamp import digest, stamp
 from kv4rl.viz.style import PRECISION_NAMES, use_template
@@ -184,11 +184,11 @@ def _times(speedup: float | None) -> str:
 def replay(rows: Path = RESULTS) -> str:
     """Whole decode steps: each checkpoint's speedups beside the paper's, and what protection keeps of KV4's."""
     found = _stored(rows / "replay.csv")
-    share = "share of KV4's throughput"
+    shares = speedups([row for row in found if row["arm"] == "kv4rl"], "retention_vs_kv4")
     kept = [
-        f"{line[share]} ({line['states']}, {line['ours at']})"
-        for line in window_speedups(found)
-        if line["recent positions"] == "128"
+        f"{arms['kv4rl']:.1%} ({group}, TP{of_model({'model': model})[1]})"
+        for (group, model), arms in shares.items()
+        if group.startswith("ragged")
     ]
     table = replay_table(found)
     end = (

@@ -1,11 +1,13 @@
 """Rollout traces drawn, measured or simulated: Figs. 2, 3a and A1."""
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from kv4rl.config import require
 from kv4rl.rollout.trace import Trace
 from kv4rl.viz.style import ACCENT
 
@@ -53,6 +55,32 @@ def concentration_trace(
     figure.update_yaxes(rangemode="tozero")
     figure.update_layout(height=420, width=720, margin=MARGIN)
     return figure
+
+
+def measured_traces(rows: Sequence[Mapping[str, str]]) -> go.Figure:
+    """Fig. 2 on a real engine: the same four curves over an interval's decode calls, from `rollout_trace.csv`.
+
+    A point is the mean of one bin of calls (`bench/trace_bins.py`); contexts are those of an active request. Rows: one
+    model and fit, one interval; raises `ValueError` for more, whose curves would be joined.
+    """
+    runs = {(row["model"], row["shape"].rsplit("/", 1)[0]) for row in rows}
+    require(len(runs) <= 1, "rows", sorted(runs), "one model, fit and interval")
+    panels = {
+        "active requests": ("active_requests", 1), "context, tokens": ("context_tokens", 1),
+        "resident KV, GB": ("resident_kv_bytes", 1e-9), "decode step, ms": ("decode_step_ms", 1),
+    }  # fmt: skip
+    figure = make_subplots(rows=1, cols=4, subplot_titles=tuple(panels), horizontal_spacing=0.06)
+    for arm, (name, colour) in ARMS.items():
+        for column, (metric, scale) in enumerate(panels.values(), 1):
+            bins = [row for row in rows if (row["arm"], row["metric"]) == (arm, metric)]
+            bins.sort(key=itemgetter("shape"))
+            last = np.cumsum([float(row["n"]) for row in bins])
+            line = go.Scatter(x=last, y=[scale * float(row["value"]) for row in bins], name=name, legendgroup=arm)
+            line.update(line={"color": colour, "width": 2}, showlegend=column == 1)
+            figure.add_trace(line, row=1, col=column)
+    figure.update_xaxes(nticks=4).update_yaxes(rangemode="tozero")
+    below = {"orientation": "h", "y": -0.25, "x": 0.5, "xanchor": "center", "title": "over decode calls:"}
+    return figure.update_layout(height=230, width=780, margin=MARGIN, legend=below)
 
 
 def carried_and_fresh(

@@ -23,6 +23,7 @@ from kv4rl.viz.rollout import (
     today_rows,
     unanswered_collections,
 )
+from kv4rl.viz.workload import measured_traces
 
 
 def row(arm, shape, metric, value, *, model="qwen3-4b", experiment="replay", **more):
@@ -136,3 +137,19 @@ def test_overhead_shows_the_engines_share_of_its_replay_and_leaves_collections_o
     (line,) = overhead_rows([*rows, other])
     assert line["requests x context"] == "256x128" and line["of the replay"] == "96.9%" and line["unhidden"] == "85.0%"
     assert line["engine step, ms"] == "6.40" and line["prefill tokens/s"] == "43,265"
+
+
+def test_measured_traces_follow_the_calls_of_each_scheduler():
+    bins = [("sync", 0, 30, 8), ("sync", 1, 20, 3), ("partial", 0, 10, 16), ("partial", 1, 9, 9)]
+    rows = [
+        row(arm, f"4B-300/2/{place:02d}", metric, value * scale, n=str(calls), experiment="rollout_trace")
+        for arm, place, calls, value in reversed(bins)
+        for metric, scale in (("active_requests", 1), ("resident_kv_bytes", 1e9))
+    ]
+    figure = measured_traces(rows)
+    drawn = {(line.name, line.xaxis): (list(line.x), list(line.y)) for line in figure.data if len(line.x)}
+    assert drawn["synchronous", "x"] == ([30, 50], [8, 3]) and drawn["partial", "x"] == ([10, 19], [16, 9])
+    assert drawn["partial", "x3"] == ([10, 19], [16, 9]), "bytes are drawn as GB"
+    assert [line.name for line in figure.data if line.showlegend] == ["synchronous", "partial"]
+    with pytest.raises(ValueError, match="one model, fit and interval"):
+        measured_traces([*rows, row("sync", "4B-300/3/00", "active_requests", 1, n="1")])
