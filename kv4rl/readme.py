@@ -14,14 +14,14 @@ from pathlib import Path
 import plotly.graph_objects as go
 
 from kv4rl.bench.error import SHAPE as ERROR_SHAPE
-from kv4rl.bench.kernels import BASELINE, TRITON
+from kv4rl.bench.kernels import TRITON
 from kv4rl.compare import ABSENT, ORIGIN, compare, ours
 from kv4rl.config import PRECISIONS
 from kv4rl.learning import Setting, curves, describe, main_setting, read_runs, summary, unstable, verdict
 from kv4rl.paper import PUBLISHED
 from kv4rl.results import REPOSITORY, RESULTS, latest, read_rows
 from kv4rl.viz.fidelity import width_sweeps
-from kv4rl.viz.kernels import SMALL_BATCH, is_shape, kernel_speedups, of_table_a3
+from kv4rl.viz.kernels import SMALL_BATCH, is_shape, kernel_speedups, of_table_a3, speedup_table, write_times
 from kv4rl.viz.replay import of_model, replay_table, speedups
 from kv4rl.viz.rollout import today_rows
 from kv4rl.viz.stamp import digest, stamp
@@ -90,7 +90,6 @@ def _machine(setting: Setting) -> str:
     return next(run.row["hardware"] for runs in setting.values() for run in runs.values())
 
 
-KERNEL_ARMS = {**{arm: PRECISION_NAMES[arm] for arm in PRECISIONS[1:]}, "kv4_p8": "KV4, 8-bit P", "bf16": "our BF16"}
 HEADS = {"tp2_16q4kv": "TP2 shard (16 query, 4 KV heads)", "tp1_32q8kv": "one GPU (32 query, 8 KV heads)"}
 
 
@@ -129,14 +128,12 @@ def decode(rows: Path = RESULTS) -> str:
     found, parts = [row for row in stored if row["shape"] != ERROR_SHAPE], []
     for model, heads in HEADS.items():
         mine = [row for row in found if row["model"] == model and not row["arm"].endswith(TRITON)]
-        value = {(row["shape"], row["arm"], row["metric"]): float(row["value"]) for row in mine}
-        lines = [
-            {"batch x context": shape, "BF16 FlashInfer": f"{value[shape, BASELINE, 'ms_per_layer'] * 1e3:.1f} us"}
-            | {name: _times(value.get((shape, arm, "speedup_vs_bf16"))) for arm, name in KERNEL_ARMS.items()}
-            for shape in dict.fromkeys(shape for shape, _, metric in value if metric == "speedup_vs_bf16")
-        ]
-        written = [f"{value[key]:.1f} us for {key[0]} tokens" for key in value if key[1:] == ("kv4rl", "write_kv_us")]
-        said = f"{heads}, {_origin(mine)}; `write_kv` of q, k, v: {', '.join(written)}:"
+        lines = speedup_table(mine)
+        written = [row for row in mine if row["metric"] == "write_kv_us"]
+        decoded = [row for row in mine if row["metric"] == "speedup_vs_bf16"]
+        said = (
+            f"{heads}, {_origin(decoded)}; `write_kv` of q, k, v, {_origin(written)}: {'; '.join(write_times(mine))}:"
+        )
         parts += [said[0].upper() + said[1:], _table(lines, tuple(lines[0]))]
     parts += _errors([row for row in stored if row["shape"] == ERROR_SHAPE])
     return "\n\n".join(parts + _triton(found))

@@ -1,6 +1,7 @@
 """decode_int4: attention of one (request, KV head, part) over INT4 pages, or over the INT8 side buffer.
 
-With PROTECTED, part 0 is the side buffer and main parts follow; argument order as kernels/cuda/decode.cuh.
+With PROTECTED, part 0 is the side buffer and main parts follow. What kernels/cuda/decode.cuh is given too comes in its
+order; a program finds its own part of the context, so contexts and slots stand in place of a plan's units.
 """
 
 import triton

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
 
 __all__ = ["CacheShape", "DecodeBatch", "KVCache", "OutOfPages", "PageAllocator", "TokenSlots"]
 
+INT4 = {"kv4", "kv4rl"}  # precisions of one page format
 DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
 
@@ -62,7 +63,7 @@ class KVCache:
         device = _device(device)
         if kv.probability_operand != "fp16":
             require(
-                kv.precision in ("kv4", "kv4rl"), "probability_operand", kv.probability_operand,
+                kv.precision in INT4, "probability_operand", kv.probability_operand,
                 f"fp16 for precision {kv.precision}; u8 belongs to the INT4 path (§A.3)",
             )  # fmt: skip
         self.kv = kv
@@ -162,6 +163,7 @@ class KVCache:
     def check_write(self, layer: int, k: torch.Tensor, v: torch.Tensor, where: TokenSlots) -> None:
         """Raise `ValueError` for what `write` refuses."""
         self.check_layer(layer)
+        self.check_stores()
         self.check_heads("k", k, self.shape.kv_heads)
         self.check_heads("v", v, self.shape.kv_heads)
         if k.shape != v.shape:
@@ -171,9 +173,18 @@ class KVCache:
 
     def _check_decode(self, layer: int, q: torch.Tensor, batch: DecodeBatch) -> None:
         self.check_layer(layer)
+        self.check_stores()
         self.check_heads("q", q, self.shape.query_heads)
         require(isinstance(batch, DecodeBatch), "batch", type(batch).__name__, "a DecodeBatch")
         batch.check(len(q), self.limits)
+
+    def check_stores(self) -> None:
+        """Raise `ValueError` if `kv`, `main` or `side` was replaced by one that the others were not made for."""
+        if self.side.entries != self.kv.protected_tokens:
+            expected = f"the side buffer's {self.side.entries} entries"
+            require(False, "sink_tokens + recent_tokens", self.kv.protected_tokens, expected)
+        if self.main.precision != self.kv.precision and not {self.main.precision, self.kv.precision} <= INT4:
+            require(False, "precision", self.kv.precision, f"the main cache's, {self.main.precision}")
 
     def check_layer(self, layer: int) -> None:
         """Raise `ValueError` unless the cache has this layer."""

@@ -9,6 +9,7 @@ import math
 import os
 import shutil
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from types import ModuleType
 
@@ -27,19 +28,25 @@ FP8 = torch.float8_e4m3fn
 
 
 def import_flashinfer() -> ModuleType:
-    """The library. Raises `BackendUnavailable`, with what to do, where it is missing.
-
-    It builds its kernels by starting `ninja` by name: pip's lies beside a Python whose environment may not be active.
-    """
-    beside = Path(sys.executable).parent
-    if shutil.which("ninja") is None and (beside / "ninja").exists():
-        os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", ""), str(beside)))
+    """The library. Raises `BackendUnavailable`, with what to do, where it or the builder of its kernels is missing."""
     try:
         import flashinfer
     except ImportError as missing:
         reason = "FlashInfer is not installed: pip install -e '.[gpu]', or use our own kernel (backend='cuda')"
         raise BackendUnavailable(reason) from missing
+    _find_ninja()
     return flashinfer
+
+
+def _find_ninja() -> None:
+    """FlashInfer starts `ninja` by name: pip's lies beside a Python whose environment may not be active."""
+    beside = Path(sys.executable).parent
+    if shutil.which("ninja") is None:
+        if not (beside / "ninja").exists() and find_spec("flashinfer_jit_cache") is None:  # which holds built kernels
+            raise BackendUnavailable(
+                "FlashInfer builds its kernels with ninja, which is not on PATH: pip install ninja"
+            )
+        os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", ""), str(beside)))
 
 
 def decodes_baseline(precision: str, device: torch.device) -> bool:

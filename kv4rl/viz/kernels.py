@@ -7,6 +7,7 @@ import numpy as np
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from kv4rl.bench.kernels import BASELINE
 from kv4rl.config import PRECISIONS
 from kv4rl.formats.packing import k4_index, v4_index
 from kv4rl.paper import REPLAY_SHAPES
@@ -21,6 +22,9 @@ TABLE_A3 = {f"{batch}x{context}" for shapes in REPLAY_SHAPES.values() for batch,
 SMALL_BATCH = 64  # requests: below Table A3's batches
 
 
+SPEEDUP_ARMS = {arm: PRECISION_NAMES[arm] for arm in PRECISIONS[1:]} | {"kv4_p8": "KV4, 8-bit P", "bf16": "our BF16"}
+
+
 def is_shape(row: Mapping[str, str]) -> bool:
     """Whether a row is of one `BxL`, not of mixed contexts."""
     return re.fullmatch(r"\d+x\d+", row["shape"]) is not None
@@ -29,6 +33,63 @@ def is_shape(row: Mapping[str, str]) -> bool:
 def of_table_a3(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
     """The rows whose shape Table A3 has."""
     return [row for row in rows if row["shape"] in TABLE_A3]
+
+
+def speedup_table(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
+    """A line a shape: FlashInfer's microseconds and each format's speedup; Table A3's shapes, small batches, mixed.
+
+    Args: rows of `kernels.csv` of one model's heads; other metrics are passed over.
+    """
+    value = {(row["shape"], row["arm"], row["metric"]): float(row["value"]) for row in rows}
+    times = lambda speedup: "-" if speedup is None else f"{speedup:.2f}x"
+    shapes = {shape for shape, _, metric in value if metric == "speedup_vs_bf16"}
+    return [
+        {"batch x context": shape, "BF16 FlashInfer": f"{value[shape, BASELINE, 'ms_per_layer'] * 1e3:.1f} us"}
+        | {name: times(value.get((shape, arm, "speedup_vs_bf16"))) for arm, name in SPEEDUP_ARMS.items()}
+        for shape in sorted(shapes, key=_place)
+    ]
+
+
+def _place(shape: str) -> tuple[int, int, str]:
+    """Order of a shape in a table: its kind, then its context."""
+    batch, _, context = shape.partition("x")
+    return (2, 0, shape) if not context.isdigit() else (int(shape not in TABLE_A3), int(context), batch.zfill(4))
+
+
+def write_times(rows: Sequence[Mapping[str, str]]) -> list[str]:
+    """What `write_kv` of q, k and v takes, a sentence's part a format: microseconds by tokens."""
+    value = {(row["arm"], row["shape"]): float(row["value"]) for row in rows if row["metric"] == "write_kv_us"}
+    arms = [arm for arm in PRECISIONS if any(key[0] == arm for key in value)]
+    said = lambda arm: ", ".join(f"{us:.1f} us for {tokens} tokens" for (a, tokens), us in value.items() if a == arm)
+    return [f"{PRECISION_NAMES[arm]} {said(arm)}" for arm in arms]
+
+
+def roofline(rows: Sequence[Mapping[str, str]], *, flops_per_s: float, query_heads: int, head_dim: int) -> go.Figure:
+    """Decode attention under the card's two roofs: operations a second against operations a byte, a dot a shape.
+
+    Args: rows of `kernels.csv` with metrics `ms_per_layer`, `kv_bytes_per_s` and `share_of_copy_rate`, of one model's
+    heads; `flops_per_s`: the measured dense BF16 rate. The memory's roof is the copy rate that the rows are shares of.
+    """
+    value = {(row["arm"], row["shape"], row["metric"]): float(row["value"]) for row in rows if is_shape(row)}
+    figure, copy_rate = go.Figure(), 0.0
+    for arm in (BASELINE, *PRECISIONS[1:]):
+        points = []
+        for shape in sorted({shape for found, shape, _ in value if found == arm}, key=_place):
+            ms, rate = value[arm, shape, "ms_per_layer"], value[arm, shape, "kv_bytes_per_s"]
+            batch, context = map(int, shape.split("x"))
+            operations = 4 * head_dim * query_heads * batch * context  # a multiply and an add, in Q K and in P V
+            points.append((operations / (rate * ms * 1e-3), operations / (ms * 1e-3) / 1e12, shape))
+            copy_rate = rate / value[arm, shape, "share_of_copy_rate"]
+        x, y, text = zip(*points, strict=True) if points else ((), (), ())
+        colour = PRECISION_COLOURS[arm.split("_")[0]]
+        name = "BF16, FlashInfer" if arm == BASELINE else PRECISION_NAMES[arm]
+        figure.add_scatter(x=x, y=y, text=text, name=name, mode="markers", marker={"color": colour})
+    ridge = flops_per_s / copy_rate
+    roofs = {"x": [1, ridge, 4 * ridge], "y": [copy_rate / 1e12, flops_per_s / 1e12, flops_per_s / 1e12]}
+    figure.add_scatter(**roofs, mode="lines", line={"color": "#555555"}, name=f"roofs: {copy_rate / 1e12:.2f} TB/s, "
+                       f"{flops_per_s / 1e12:.0f} TFLOP/s; ridge at {ridge:.0f}")  # fmt: skip
+    figure.update_xaxes(title_text="operations a KV byte", type="log").update_yaxes(title_text="TFLOP/s", type="log")
+    return figure.update_layout(height=380, width=820)
 
 
 def kernel_speedups(rows: Sequence[Mapping[str, str]]) -> go.Figure:
@@ -88,12 +149,12 @@ def achieved_rates(rows: Sequence[Mapping[str, str]]) -> go.Figure:
     Args: rows of `kernels.csv` with metric `kv_bytes_per_s`, of one model's heads.
     """
     figure = go.Figure()
-    for arm in ("bf16_flashinfer", *PRECISIONS[1:]):
+    for arm in (BASELINE, *PRECISIONS[1:]):
         found = [
             (int(r["shape"].split("x")[1]), float(r["value"]) / 1e12) for r in rows if r["arm"] == arm and is_shape(r)
         ]
         precision = arm.split("_")[0]
-        name = PRECISION_NAMES[precision] + (", FlashInfer" if arm == "bf16_flashinfer" else "")
+        name = PRECISION_NAMES[precision] + (", FlashInfer" if arm == BASELINE else "")
         x, y = zip(*sorted(found), strict=True) if found else ((), ())
         figure.add_scatter(x=x, y=y, name=name, mode="markers", marker={"color": PRECISION_COLOURS[precision]})
     peak = H200_BANDWIDTH / 1e12

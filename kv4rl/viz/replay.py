@@ -137,11 +137,13 @@ def window_figure(rows: Rows) -> go.Figure:
         points = [(width, arms[arm]) for width, arm in _windows(arms)]
         if not points or group not in colours:
             continue
-        name, line = f"{group[-2:]}, TP{of_model({'model': model})[1]}", {"color": colours[group], "width": 3}
+        size = of_model({"model": model})[1]
+        name, dash = f"{group[-2:]}, TP{size}", "solid" if size == PAPER_TP else "dash"
+        line = {"color": colours[group], "width": 3 if size == PAPER_TP else 2, "dash": dash}
         x, y = zip(*points, strict=True)
         figure.add_scatter(x=x, y=y, name=f"KV4-RL, {name}", mode="lines+markers", line=line)
         if "kv4" in arms:
-            dotted = {"color": colours[group], "dash": "dot"}
+            dotted = {"color": colours[group], "dash": "dot", "width": line["width"]}
             ends = [10**end for end in widest]  # over the whole axis: a model may have one width only
             figure.add_scatter(x=ends, y=[arms["kv4"]] * 2, name=f"KV4, {name}", mode="lines", line=dotted)
     published = PUBLISHED["ragged/4b/kv4rl"]

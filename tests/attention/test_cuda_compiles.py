@@ -2,6 +2,7 @@
 
 import ctypes
 import re
+import shutil
 import subprocess
 
 import pytest
@@ -225,3 +226,20 @@ def test_a_place_that_cannot_keep_what_is_built_is_named(monkeypatch, tmp_path, 
 def test_a_ring_fits_in_one_block_of_every_head_shape(precision, head_dim, group):
     entries = 144 if precision == "kv4rl" else 0
     assert cuda.ring_stages(precision, head_dim, group, torch.bfloat16, entries, warps=4, blocks=1) >= 2
+
+
+def test_a_changed_header_option_architecture_or_torch_is_built_anew(monkeypatch, tmp_path):
+    shutil.copytree(jit.sources(), tmp_path / "cuda")
+    source, header = tmp_path / "cuda" / "plan.cu", tmp_path / "cuda" / "schedule.cuh"
+    keys = [jit._key(source, {"HEAD_DIM": 64})]
+    assert keys == [jit._key(source, {"HEAD_DIM": 64})]
+    keys.append(jit._key(source, {"HEAD_DIM": 128}))
+    header.write_text(header.read_text() + "// one more line\n")
+    keys.append(jit._key(source, {"HEAD_DIM": 64}))
+    source.write_text(source.read_text() + "// one more line\n")
+    keys.append(jit._key(source, {"HEAD_DIM": 64}))
+    monkeypatch.setattr(jit, "ARCHITECTURE", "100a")
+    keys.append(jit._key(source, {"HEAD_DIM": 64}))
+    monkeypatch.setattr(torch, "__version__", "9.9")
+    keys.append(jit._key(source, {"HEAD_DIM": 64}))
+    assert len(set(keys)) == len(keys)

@@ -1,5 +1,6 @@
 """The FlashInfer backend against a stand-in for the library that does, slowly, what its decode wrapper documents."""
 
+import os
 import shutil
 import sys
 import types
@@ -46,7 +47,9 @@ class Wrapper:
 
 
 @pytest.fixture
-def library(monkeypatch):
+def library(monkeypatch, tmp_path):
+    (tmp_path / "ninja").touch(mode=0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
     stand_in = types.ModuleType("flashinfer")
     stand_in.BatchDecodeWithPagedKVCacheWrapper = Wrapper
     monkeypatch.setitem(sys.modules, "flashinfer", stand_in)
@@ -99,3 +102,11 @@ def test_ninja_beside_the_python_is_found_by_the_librarys_builds(monkeypatch, tm
     monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
     module.import_flashinfer()
     assert shutil.which("ninja") == str(tmp_path / "ninja")
+
+
+def test_without_ninja_the_sentence_says_what_to_install(monkeypatch, tmp_path):
+    monkeypatch.setattr(module.sys, "executable", str(tmp_path / "python"))
+    monkeypatch.setenv("PATH", str(tmp_path / "empty"))
+    monkeypatch.setitem(sys.modules, "flashinfer", types.ModuleType("flashinfer"))
+    with pytest.raises(BackendUnavailable, match="pip install ninja"):
+        module.import_flashinfer()

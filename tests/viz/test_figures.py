@@ -5,7 +5,7 @@ import pytest
 
 from kv4rl.config import KVConfig
 from kv4rl.viz.fidelity import sampler_kl_bars
-from kv4rl.viz.kernels import kernel_speedups
+from kv4rl.viz.kernels import kernel_speedups, roofline, speedup_table, write_times
 from kv4rl.viz.memory import bytes_per_position, response_bytes
 from kv4rl.viz.style import PRECISION_COLOURS
 from kv4rl.viz.training import learning_curves, occupancy, tis_weights, token_ages, trailing_mean
@@ -85,3 +85,35 @@ def test_kernel_bars_are_ordered_by_context_and_leave_gaps_for_missing_rows():
     figure = kernel_speedups(rows)
     assert list(figure.data[1].x) == ["608 x 621", "176 x 6972"] and list(figure.data[1].y) == [3.8, 3.3]
     assert list(figure.data[2].y) == [2.9, None]
+
+
+def kernel_row(arm, shape, metric, value):
+    return {"arm": arm, "shape": shape, "metric": metric, "value": str(value)}
+
+
+def test_shapes_come_by_kind_and_context_and_write_times_by_format():
+    shapes = ["1x1024", "640x874", "ragged-4B", "608x621"]
+    rows = [kernel_row("bf16_flashinfer", shape, "ms_per_layer", 0.25) for shape in shapes]
+    rows += [kernel_row("kv4", shape, "speedup_vs_bf16", 3.5) for shape in shapes]
+    lines = speedup_table(
+        [*rows, kernel_row("kv4", "64", "write_kv_us", 2.5), kernel_row("kv8", "64", "write_kv_us", 2)]
+    )
+    assert [line["batch x context"] for line in lines] == ["608x621", "640x874", "1x1024", "ragged-4B"]
+    assert lines[0] == {
+        "batch x context": "608x621", "BF16 FlashInfer": "250.0 us", "KV8": "-", "KV4": "3.50x", "KV4-RL": "-",
+        "KV4, 8-bit P": "-", "our BF16": "-",
+    }  # fmt: skip
+    writes = [kernel_row("kv4", n, "write_kv_us", us) for n, us in (("64", 2.5), ("640", 4.94))]
+    assert write_times([*writes, kernel_row("kv8", "64", "write_kv_us", 2)]) == [
+        "KV8 2.0 us for 64 tokens", "KV4 2.5 us for 64 tokens, 4.9 us for 640 tokens",
+    ]  # fmt: skip
+
+
+def test_roofline_places_a_launch_by_its_operations_and_bytes():
+    """Ten requests of 100 positions, 16 heads of 128: 8.192e6 operations, over 1e6 bytes in 1 ms."""
+    metrics = {"ms_per_layer": 1.0, "kv_bytes_per_s": 1e9, "share_of_copy_rate": 0.25}
+    rows = [kernel_row("kv4", "10x100", metric, value) for metric, value in metrics.items()]
+    figure = roofline(rows, flops_per_s=8e11, query_heads=16, head_dim=128)
+    found = {trace.name.split(":")[0]: trace for trace in figure.data}
+    assert found["KV4"].x[0] == pytest.approx(8.192) and found["KV4"].y[0] == pytest.approx(8.192e6 / 1e-3 / 1e12)
+    assert list(found["roofs"].x) == pytest.approx([1, 200, 800]) and found["roofs"].y[0] == pytest.approx(0.004)
