@@ -6,10 +6,12 @@
 import argparse
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from operator import itemgetter
 from pathlib import Path
 
 from kv4rl.paper import PUBLISHED, REPLAY_SHAPES, Published
 from kv4rl.results import RESULTS, latest, read_rows
+from kv4rl.viz.names import PRECISION_NAMES
 
 ABSENT = "not measured"
 ON_CPU = "{} on a CPU in place of Qwen3; shorter contexts"
@@ -28,6 +30,7 @@ class Comparison:
     remark: str  # what is different about our setting
     models: tuple[str, ...] = ()  # of several models' rows, those of the first that has any
     base: str = ""  # the answer is this arm's value over the row's
+    whole: str = ""  # the answer is the row's share of this metric
     of_all: Callable | None = None  # min or max: the answer is that one of several shapes' rows
 
 
@@ -93,15 +96,6 @@ def _replays() -> list[Comparison]:
     return found
 
 
-def _collection(published: str, model: str, shape: str) -> Comparison:
-    where = {"experiment": "rollout", "arm": "kv4rl", "shape": shape, "metric": "speedup_vs_bf16"}
-    words, remark = (
-        f"late collection, KV4-RL over BF16, {shape}",
-        "forced lengths, frozen policy; not comparable one to one",
-    )
-    return Comparison(published, words, "rollout.csv", where, remark, **_at_scale(model, f"{model}-tp2"))
-
-
 def _collection_of_iteration(published: str, model: str, shape: str) -> Comparison:
     where = {"experiment": "iteration", "arm": "kv4rl", "shape": shape, "metric": "rollout_s"}
     words = f"late collection of a full iteration, KV4-RL over BF16, {shape}"
@@ -116,6 +110,17 @@ def _iteration(published: str, model: str) -> Comparison:
     return Comparison(published, words, "iteration.csv", where, remark, **_at_scale(model, f"{model}-tp2"))
 
 
+PHASES = {"rollout": "rollout_s", "update": "update_s"}
+
+
+def _share(phase: str, arm: str) -> Comparison:
+    where = {"experiment": "iteration", "arm": arm, "shape": "8B-400", "metric": PHASES[phase]}
+    words = f"share of an iteration, {phase}, {PRECISION_NAMES[arm]}, 8B-400"
+    remark, key = "one iteration, forced lengths", f"iteration/8b/{phase}_share_{arm}_last_50"
+    given = _at_scale("qwen3-8b", "qwen3-8b-tp2") | {"whole": "iteration_s"}
+    return Comparison(key, words, "iteration.csv", where, remark, **given)
+
+
 TASKS = {  # model -> what is different about its learning
     "smollm2-135m": "SmolLM2 on sums, contexts of 245 tokens and more, paired over seeds",
     "mini-qwen3": "mini model on its own task, paired over seeds",
@@ -126,6 +131,7 @@ def _deficits(model: str) -> list[Comparison]:
     found = []
     for published, arm, metric, words in (
         ("learning/8b/mean_deficit_kv4", "kv4", "accuracy", "accuracy lost to KV4 rollout"),
+        ("learning/accuracy_gap_limit", "kv4rl", "accuracy", "accuracy lost to KV4-RL rollout"),
         ("learning/4b/reward_gap/kv4", "kv4", "reward_last", "reward lost to KV4 rollout"),
         ("learning/4b/reward_gap/kv4rl", "kv4rl", "reward_last", "reward lost to KV4-RL rollout"),
     ):
@@ -174,12 +180,11 @@ COMPARISONS = (
     _kl_reduction("fidelity/4b/kl_reduction_16_128", "smollm2-135m"),
     _kl_reduction("fidelity/4b/kl_reduction_16_128", "mini-qwen3"),
     *_replays(),
-    _collection("rollout/4b/last_50", "qwen3-4b", "4B-500"),
-    _collection("rollout/8b/last_50", "qwen3-8b", "8B-400"),
     _collection_of_iteration("rollout/4b/last_50", "qwen3-4b", "4B-500"),
     _collection_of_iteration("rollout/8b/last_50", "qwen3-8b", "8B-400"),
     _iteration("iteration/4b/cumulative", "qwen3-4b"),
     _iteration("iteration/8b/cumulative", "qwen3-8b"),
+    *(_share(phase, arm) for phase in PHASES for arm in ("bf16", "kv4rl")),
     *(comparison for model in TASKS for comparison in _deficits(model)),
 )  # fmt: skip
 
@@ -190,8 +195,9 @@ def answers(directory: Path = RESULTS) -> list[tuple[Comparison, Published, dict
     for item in COMPARISONS:
         path = directory / item.file
         rows = read_rows(path, **item.where) if path.exists() else []
-        if item.base:
-            rows = _quotients(rows, read_rows(path, **item.where | {"arm": item.base}) if rows else [])
+        if item.base or item.whole:
+            other = {"arm": item.base} if item.base else {"metric": item.whole}
+            rows = _quotients(rows, read_rows(path, **item.where | other) if rows else [], inverse=bool(item.whole))
         if item.models:
             by_model = [[row for row in rows if row["model"] == model] for model in item.models]
             rows = next((mine for mine in by_model if mine), [])
@@ -211,15 +217,18 @@ def _extreme(rows: Sequence[dict], of_all: Callable) -> list[dict]:
     return [of_all(newest, key=lambda row: float(row["value"]))] if newest else []
 
 
-def _quotients(rows: Sequence[dict], bases: Sequence[dict]) -> list[dict]:
-    """How much more each base's value is than the row's, of those of one run: model, machine and command are equal."""
-    run = lambda row: (row["model"], row["hardware"], row["command"])
-    values = {run(row): float(row["value"]) for row in bases}
-    return [
-        row | {"value": str(values[run(row)] / float(row["value"])), "low": "", "high": "", "unit": "x"}
-        for row in rows
-        if run(row) in values
-    ]
+def _quotients(rows: Sequence[dict], others: Sequence[dict], *, inverse: bool) -> list[dict]:
+    """Each other's value over the row's, or the `inverse`, of those of one run: equal model, machine and command."""
+    run = itemgetter("model", "hardware", "command")
+    by_run, made = {run(row): row for row in others}, []
+    for row in rows:
+        if run(row) in by_run:
+            other = by_run[run(row)]
+            ratio = float(other["value"]) / float(row["value"])
+            value, unit = (1 / ratio, "fraction") if inverse else (ratio, "x")
+            scope = "simulated" if "simulated" in (row["scope"], other["scope"]) else row["scope"]
+            made.append(row | {"value": str(value), "low": "", "high": "", "unit": unit, "scope": scope})
+    return made
 
 
 def compare(directory: Path = RESULTS) -> list[dict[str, str]]:

@@ -16,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kv4rl.cli import one_sentence
 from kv4rl.config import PRECISIONS, require
 from kv4rl.evaluation.metrics import t_95
 from kv4rl.results import RESULTS, latest, read_rows, result_row, write_rows
@@ -287,7 +288,10 @@ def main(arguments: Sequence[str] | None = None) -> None:
     )
     options = parser.parse_args(arguments)
     path = options.file.resolve()
-    print("\n".join(report(path)))
+    with one_sentence("kv4rl.learning", kinds=(ValueError, OSError)):
+        found = report(path)
+        require(bool(found), "file", str(path), "rows of experiment `train`: `python -m kv4rl.sweep` makes them")
+    print("\n".join(found))
     if options.save:
         rows = deficit_rows(path)
         write_rows(path, rows, drop=lambda row: row["experiment"] == "learning")

@@ -27,6 +27,7 @@ _QWEN3_4B = TrainConfig(
     evaluate_sets=PERIODIC,
     tensor_parallel=2,
     memory="phased",
+    checkpoint_every=5,  # writing one of 4B takes a minute, longer than an iteration; the next save waits for it
     rollout=RolloutConfig(cache_pages=0),  # what the memory leaves in the precision's format (§A.2, §B.6)
 )
 

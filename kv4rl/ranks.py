@@ -49,7 +49,7 @@ class Ranks:
         Raises ValueError unless the ranks make whole replicas.
         """
         whole = self.size % tensor_parallel == 0
-        start = f"`torchrun --nproc-per-node {tensor_parallel} -m kv4rl.train ...` starts one replica"
+        start = f"`torchrun --nproc-per-node {tensor_parallel} -m ...` in place of `python -m ...` starts one replica"
         expected = f"a divisor of {self.size}, the number of ranks; {start}"
         require(whole, "tensor_parallel", tensor_parallel, expected)
         number, count, communicator = self.rank // tensor_parallel, self.size // tensor_parallel, None

@@ -18,11 +18,11 @@ from kv4rl.bench.kernels import TRITON
 from kv4rl.compare import ABSENT, ORIGIN, compare, ours
 from kv4rl.config import PRECISIONS
 from kv4rl.learning import Setting, curves, describe, main_setting, read_runs, summary, unstable, verdict
-from kv4rl.paper import PUBLISHED
+from kv4rl.paper import PUBLISHED, REPLAY_SHAPES
 from kv4rl.results import REPOSITORY, RESULTS, latest, read_rows
 from kv4rl.viz.fidelity import width_sweeps
 from kv4rl.viz.kernels import SMALL_BATCH, is_shape, kernel_speedups, of_table_a3, speedup_table, write_times
-from kv4rl.viz.replay import of_model, replay_table, speedups
+from kv4rl.viz.replay import of_model, replay_table
 from kv4rl.viz.rollout import today_rows
 from kv4rl.viz.stamp import digest, stamp
 from kv4rl.viz.style import PRECISION_NAMES, use_template
@@ -32,7 +32,7 @@ README = REPOSITORY / "README.md"
 PAGES = (README, REPOSITORY / "data" / "models" / "mini-qwen3" / "README.md", REPOSITORY / "kernels" / "README.md")
 SECONDARY = (  # comparisons that notebook 11 and the page show; here they stand in a table of their own or nowhere
     "bits per element", "sampler KL of stored", "sampler KL, K and V rotated", "resident KV", "decode replay",
-    "decode calls per interval", "decode step, partial", "accuracy lost", "reward lost",
+    "decode calls per interval", "decode step, partial", "accuracy lost", "reward lost", "share of an iteration",
 )  # fmt: skip
 
 
@@ -181,15 +181,17 @@ def _times(speedup: float | None) -> str:
 def replay(rows: Path = RESULTS) -> str:
     """Whole decode steps: each checkpoint's speedups beside the paper's, and what protection keeps of KV4's."""
     found = _stored(rows / "replay.csv")
-    shares = speedups([row for row in found if row["arm"] == "kv4rl"], "retention_vs_kv4")
+    shares = [row for row in found if (row["arm"], row["metric"]) == ("kv4rl", "retention_vs_kv4")]
     kept = [
-        f"{arms['kv4rl']:.1%} ({group}, TP{of_model({'model': model})[1]})"
-        for (group, model), arms in shares.items()
-        if group.startswith("ragged")
+        f"{float(row['value']):.1%} ({row['shape']}, TP{of_model(row)[1]}, {row['commit']})"
+        for row in shares
+        if row["shape"].startswith("ragged")
     ]
+    tables = [row for row in found if row["metric"] == "speedup_vs_bf16" and row["shape"] in REPLAY_SHAPES]
     table = replay_table(found)
     end = (
-        f"KV4-RL at 16/128 keeps of KV4's throughput {', '.join(kept)} (paper at TP2: 94% at 4B, 98% at 8B)."
+        f"Table: {_origin(tables)}. KV4-RL at 16/128 keeps of KV4's throughput {', '.join(kept)} (paper at TP2: "
+        "94% at 4B, 98% at 8B). Since 9e1c4d3 a card is heated before each arm (`--heat`)."
         if kept
         else ""
     )

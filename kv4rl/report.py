@@ -11,6 +11,7 @@ import plotly.graph_objects as go
 from plotly.offline import get_plotlyjs
 
 from kv4rl import learning, results
+from kv4rl.cli import one_sentence
 from kv4rl.compare import compare
 from kv4rl.fidelity.orderings import MODELS, ORDERINGS
 from kv4rl.paper import PUBLISHED
@@ -129,9 +130,13 @@ def figure_html(figure: go.Figure) -> str:
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
+    parser = argparse.ArgumentParser(prog="python -m kv4rl.report", description=__doc__.split("\n")[0])
     parser.add_argument("--output", type=Path, default=results.REPOSITORY / "runs" / "replicate" / "index.html")
-    print(build(parser.parse_args().output))
+    options = parser.parse_args()
+    with one_sentence("kv4rl.report"):
+        options.output.parent.mkdir(parents=True, exist_ok=True)
+        options.output.touch()
+    print(build(options.output))
 
 
 if __name__ == "__main__":

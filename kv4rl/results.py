@@ -77,7 +77,7 @@ def read_rows(file: str | Path, **equal: str) -> list[dict[str, str]]:
     with path.open(newline="", encoding="utf-8") as source:
         rows = list(csv.DictReader(source))
     absent = [name for name in COLUMNS if rows and name not in rows[0]]
-    require(not absent, f"columns of {path.name}", sorted(rows[0]) if rows else [], f"also {', '.join(absent)}")
+    require(not absent, f"columns of {path.name}", list(rows[0]) if rows else [], f"also {', '.join(absent)}")
     return [row for row in rows if all(row[name] == value for name, value in equal.items())]
 
 
@@ -129,9 +129,16 @@ def today() -> str:
 
 
 def this_command() -> str:
-    """The command line of this process, as a reader would type it: `python -m kv4rl.x …` for a module of ours."""
+    """The command line of this process, as a reader would type it: `python -m kv4rl.x …` for a module of ours.
+
+    Of several ranks: `torchrun --nproc-per-node N -m kv4rl.x …`, on each of so many nodes.
+    """
     script, words = Path(sys.argv[0]), sys.argv[1:]
-    if script.is_relative_to(REPOSITORY / "kv4rl"):
-        module = ".".join(script.relative_to(REPOSITORY).with_suffix("").parts)
-        return shlex.join(["python", "-m", module.removesuffix(".__main__"), *words])
-    return shlex.join([script.name, *words])
+    if not script.is_relative_to(REPOSITORY / "kv4rl"):
+        return shlex.join([script.name, *words])
+    module = ".".join(script.relative_to(REPOSITORY).with_suffix("").parts).removesuffix(".__main__")
+    ranks, here = (os.environ.get(name, "1") for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    start = ["python"] if ranks == "1" else ["torchrun", "--nproc-per-node", here]
+    if ranks != here:
+        start += ["--nnodes", str(int(ranks) // int(here))]
+    return shlex.join([*start, "-m", module, *words])

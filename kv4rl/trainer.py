@@ -105,10 +105,10 @@ class Trainer:
         config, elastic = self.config, self.config.memory == "phased" and gives_back(self.device)
         machine = Machine(self.ranks.size, int(os.environ.get("LOCAL_WORLD_SIZE", 1)), elastic)
         if self.device.type != "cuda":
-            require(rollout.cache_pages > 0, "rollout.cache_pages", 0, "a number of pages >= 1 without a GPU to fill")
             if MEMINFO.exists():  # on Linux
                 left = min(self.ranks.gather(available_bytes()))  # before any of them loads
                 check_without_gpu(config, load_config(config.model), machine, left)
+            require(rollout.cache_pages > 0, "rollout.cache_pages", 0, "a number of pages >= 1 without a GPU to fill")
             return rollout
         model = load_config(config.model)
         # In phase "evaluate" a second cache needs the room that a resident one does not leave.

@@ -111,7 +111,8 @@ def rows(times: Times, whole: set[str], model: str) -> list[dict]:
 def states_of(options: argparse.Namespace) -> list[State]:
     """What the options ask for: states given by hand, or the model's part of Table A3 and of §B.5."""
     if options.shapes:
-        return [uniform("+".join(options.shapes), *pair) for pair in parse_shapes(options.shapes)]
+        shapes = list(dict.fromkeys(options.shapes))
+        return [uniform("+".join(shapes), *pair) for pair in parse_shapes(shapes)]
     require(options.model in SHAPES, "model", options.model, f"one of {', '.join(SHAPES)}, or --shapes of its own")
     size = options.model.removeprefix("qwen3-")
     known = list(dict.fromkeys(state.group for state in table_a3(size)))
@@ -167,10 +168,12 @@ def run(options: argparse.Namespace, decoder: Decoder, say, keep) -> Times:
             say(f"{arm:>12} none of {len(asked)} states fits in {options.hbm_gb:g} GB")
             continue
         times[arm] = measure(decoder, arm, chosen, options)
-        speedups = aggregates(times)
+        speedups, shares = aggregates(times), aggregates(times, "kv4")
         for group in dict.fromkeys(state.group for state in chosen):
             taken = [state_ms(state, samples) for state, samples in times[arm].items() if state.group == group]
             against = f"{speedups[arm, group]:6.3f}x of bf16" if (arm, group) in speedups else ""
+            if arm.startswith("kv4rl") and (arm, group) in shares:
+                against += f"  {shares[arm, group]:6.1%} of kv4's throughput"
             say(f"{arm:>12} {group:>10} {len(taken):>3} states {sum(taken):9.3f} ms  {against}".rstrip())
         keep(times, {state.group for state in states} - partial)
     return times
@@ -190,7 +193,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--samples", type=int, default=90, help="a state (§B.4)")
     parser.add_argument("--blocks", type=int, default=3)
     parser.add_argument("--warmups", type=int, default=10, help="before each block of a state (§B.5)")
-    parser.add_argument("--heat", type=int, default=150 if cuda else 0, help="steps of an arm before its first block")
+    heat = {"default": 150 if cuda else 0, "help": "steps of an arm before its first block; 150 on CUDA, 0 on a CPU"}
+    parser.add_argument("--heat", type=int, **heat)
     parser.add_argument("--hbm-gb", type=float, default=138.0, help="memory of a GPU, GB of 1e9 bytes")
     parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", default="replay.csv", help="CSV under data/results, or an absolute path")

@@ -30,8 +30,8 @@ class KV4RLCache(Cache):
     decoding does where those differ. Beam search reorders the codes themselves.
 
     Raises `ValueError` for encoder-decoder models, sliding-window, linear or other layers, a head_dim outside 64, 128,
-    256, a mask that is not left-padded or not the prompts', padding in the keys without a mask, and keys of a model
-    with more layers, or with other heads, than `model_config` has.
+    256, a mask that is not left-padded, prompts with two or more columns of padding beyond what the mask (or none)
+    says, and keys of a model with more layers, or with other heads, than `model_config` has.
     """
 
     def __init__(
@@ -227,9 +227,9 @@ class KV4RLLayer(CacheLayerMixin):
         A call of one column after a longer one generates, unless it is the last chunk of a `prefill_chunk_size`.
         """
         columns = self.store.columns
+        if columns == 0:
+            _require_no_more_padding(key_states, self.store.padding, None if self.mask is None else self.mask.shape)
         if self.mask is None:
-            if columns == 0:
-                _require_no_padding(key_states)
             return
         left = self.mask.shape[1] - columns  # of the prompts
         generates = key_states.shape[-2] == 1 and self.prefilled > 1
@@ -245,12 +245,17 @@ def _heads(states: torch.Tensor) -> tuple[int, int]:
     return states.shape[1], states.shape[-1]
 
 
-def _require_no_padding(key_states: torch.Tensor) -> None:
-    """Two equal keys at the front are padding: RoPE never gives two positions the same key, padding shares one."""
+def _require_no_more_padding(key_states: torch.Tensor, padding: torch.Tensor, mask: tuple | None) -> None:
+    """Two equal keys where a row is said to begin are padding: RoPE gives no two positions the same key.
+
+    So two columns more than `padding` [rows] are noticed, not one; fewer cannot be told from padding of other tokens.
+    """
+    first = padding.clamp(max=max(0, key_states.shape[-2] - 2))
     if key_states.shape[-2] > 1:
-        padded = (key_states[:, :, 0] == key_states[:, :, 1]).flatten(1).all(-1)
+        rows = torch.arange(len(padding), device=padding.device)
+        more = (key_states[rows, :, first] == key_states[rows, :, first + 1]).flatten(1).all(-1) & (first == padding)
         require(
-            not bool(padded.any()), "attention_mask", None,
+            not bool(more.any()), "attention_mask", mask and f"of shape {mask}",
             f"the prompts' mask given to the cache too, KV4RLCache(..., attention_mask=mask): rows "
-            f"{padded.nonzero()[:, 0].tolist()} look left-padded",
+            f"{more.nonzero()[:, 0].tolist()} look left-padded" + (" further" if mask else ""),
         )  # fmt: skip

@@ -1,6 +1,7 @@
 """Whole training iterations, phase by phase (Fig. A8, Fig. 6b at iteration level), from rows of iteration.csv."""
 
 from collections.abc import Mapping, Sequence
+from operator import itemgetter
 
 import plotly.graph_objects as go
 
@@ -35,10 +36,13 @@ def phase_seconds(
 def iteration_rows(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     """One dict a run: seconds of each phase and of the whole, rollout's share, speedup over BF16.
 
-    "-" stands where a run has no such value; a column of those alone is left out.
+    "-" stands where a run has no such value; a column of those alone is left out. "learner simulated": it was timed on
+    part of its tokens, its seconds multiplied; the collection is the run's own.
     """
-    lines = []
-    for (model, shape, arm), values in phase_seconds(rows, (*PRECISIONS, NO_ROLLOUT)).items():
+    lines, place = [], itemgetter("model", "shape", "arm")
+    simulated = {place(row) for row in rows if row["scope"] == "simulated"}
+    for run, values in phase_seconds(rows, (*PRECISIONS, NO_ROLLOUT)).items():
+        model, shape, arm = run
         line = {"model": model, "lengths": shape, "rollout through": "no rollout" if arm == NO_ROLLOUT else arm}
         named = {metric: name for metric, (name, _) in PHASES.items()}
         named |= {"iteration_s": "iteration", "checkpoint_s": "checkpoint stops it"}
@@ -46,7 +50,8 @@ def iteration_rows(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
         line["learner, of dense BF16"] = _shown(values, "learner_share_of_dense", ".0%")
         whole = {"rollout_s", "iteration_s"} <= values.keys()
         line["rollout share"] = f"{values['rollout_s'] / values['iteration_s']:.0%}" if whole else "-"
-        lines.append(line | {"over BF16": _shown(values, "speedup_vs_bf16", ".2f")})
+        line["over BF16"] = _shown(values, "speedup_vs_bf16", ".2f")
+        lines.append(line | {"scope": "learner simulated" if run in simulated else "measured"})
     return without_empty_columns(lines)
 
 

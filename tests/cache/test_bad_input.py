@@ -7,7 +7,6 @@ import torch
 
 from kv4rl.cache import batch as cache_batch
 from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
-from kv4rl.cache.side_buffer import SideBuffer
 from kv4rl.config import KVConfig
 from kv4rl.formats.packing import chunk_bytes
 
@@ -383,28 +382,3 @@ def test_a_refused_write_changes_nothing(cache):
     with refused("offsets=99"):
         cache.write(0, tokens() + 1, tokens() + 1, where)
     assert torch.equal(cache.main.storage, before)
-
-
-@pytest.mark.parametrize(
-    ("replaced", "message"),
-    [
-        ({"kv": KVConfig("kv4rl", 4, 16)}, "sink_tokens + recent_tokens=20: expected the side buffer's 12 entries"),
-        ({"side": SideBuffer(KVConfig("kv4"), num_layers=2, num_slots=3, kv_heads=2, head_dim=64, device="cpu")},
-         "sink_tokens + recent_tokens=12: expected the side buffer's 0 entries"),
-        ({"kv": KVConfig("kv8")}, "sink_tokens + recent_tokens=0: expected the side buffer's 12 entries"),
-        ({"kv": KVConfig("kv8"), "side": SideBuffer(KVConfig("kv8"), num_layers=2, num_slots=3, kv_heads=2,
-                                                    head_dim=64, device="cpu")},
-         "precision='kv8': expected the main cache's, kv4rl"),
-    ],
-)  # fmt: skip
-def test_a_part_that_the_others_were_not_made_for_is_refused_before_it_is_read(cache, replaced, message):
-    """A wider window than the buffer has would be read beyond it, and give an answer."""
-    for name, part in replaced.items():
-        setattr(cache, name, part)
-    batch = DecodeBatch(torch.tensor([[0]]), torch.tensor([5]), torch.tensor([0]))
-    k = torch.zeros(1, 2, 64)
-    where = TokenSlots(*(torch.zeros(1, dtype=torch.int64) for _ in range(5)))
-    with refused(message):
-        cache.decode(0, torch.zeros(1, 8, 64), batch)
-    with refused(message):
-        cache.write(0, k, k, where)

@@ -254,6 +254,18 @@ def test_padding_without_a_mask_is_noticed(qwen, make_cache, ids, generate):
         generate(qwen, batch, make_cache(qwen), attention_mask=(batch != 0).long())
 
 
+@pytest.mark.parametrize("change", [torch.ones_like, lambda mask: mask.flip(0), lambda mask: mask[:, -5:]])
+def test_a_mask_that_hides_less_than_the_padding_is_refused(qwen, make_cache, ids, generate, change):
+    """All ones, another order of rows, fewer columns: each would count padding as the protected sink."""
+    batch = ids(12, rows=3)
+    batch[0, :4], batch[1, :7] = 0, 0
+    mask = torch.ones_like(batch)
+    mask[0, :4], mask[1, :7] = 0, 0
+    generate(qwen, batch, make_cache(qwen, attention_mask=mask), attention_mask=mask)
+    with pytest.raises(ValueError, match=r"attention_mask='of shape .*' look left-padded further|look left-padded fur"):
+        generate(qwen, batch, make_cache(qwen, attention_mask=change(mask)), attention_mask=mask)
+
+
 def test_a_mask_of_another_batch_is_refused(qwen, make_cache, ids, generate):
     with pytest.raises(ValueError, match="attention_mask rows=2: expected a divisor of the batch of 3"):
         generate(qwen, ids(9, rows=3), make_cache(qwen, attention_mask=torch.ones(2, 9)))

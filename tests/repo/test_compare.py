@@ -53,6 +53,18 @@ def test_a_collections_speedup_is_taken_within_one_run(tmp_path):
     assert add("bf16", 50.0, "first") == "2.5 x"
 
 
+def test_a_phases_share_is_of_its_own_iteration_and_simulated_where_that_is(tmp_path):
+    about = {"experiment": "iteration", "model": "qwen3-8b-tp2", "shape": "8B-400", "arm": "bf16", "unit": "s"}
+    add = lambda metric, value, **more: write_rows(
+        tmp_path / "iteration.csv", [result_row(**about, metric=metric, value=value, command="one", **more)]
+    )
+    found = lambda: next((line for line in compare(tmp_path) if line["ours"] != ABSENT), None)
+    add("rollout_s", 50.0)
+    assert found() is None
+    add("iteration_s", 80.0, scope="simulated")
+    assert found()["ours"] == "62.5 %" and found()["scope"] == "simulated" and found()["paper"] == "54.1 %"
+
+
 @pytest.mark.parametrize("item", STORAGE_KL, ids=lambda item: item.published)
 def test_a_storage_kl_is_of_the_published_bits(item):
     """An arm's name does not say its group where that is the whole head: int4-k is group 64 at head_dim 64."""

@@ -44,3 +44,28 @@ def test_latest_takes_the_newest_date_then_the_later_line():
     assert results.latest(rows)["v"] == 2
     with pytest.raises(ValueError, match="at least one row"):
         results.latest([])
+
+
+@pytest.mark.parametrize(
+    ("ranks", "start"),
+    [
+        ({}, "python -m"),
+        ({"WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}, "python -m"),
+        ({"WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "2"}, "torchrun --nproc-per-node 2 -m"),
+        ({"WORLD_SIZE": "8", "LOCAL_WORLD_SIZE": "4"}, "torchrun --nproc-per-node 4 --nnodes 2 -m"),
+    ],
+)
+def test_a_rows_command_starts_as_many_processes_as_made_it(monkeypatch, ranks, start):
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    script = results.REPOSITORY / "kv4rl" / "bench" / "__main__.py"
+    monkeypatch.setattr(results.sys, "argv", [str(script), "replay", "--tp", "2"])
+    assert results.this_command() == f"{start} kv4rl.bench replay --tp 2"
+
+
+def test_stored_rows_of_several_gpus_are_started_by_torchrun():
+    rows = [row for path in results.RESULTS.glob("*.csv") for row in results.read_rows(path)]
+    several = [row["command"] for row in rows if row["hardware"].startswith("2x ")]
+    assert several and all(command.startswith("torchrun --nproc-per-node 2 -m kv4rl") for command in several)

@@ -37,7 +37,7 @@ def test_a_budget_below_the_model_is_refused_item_by_item():
 def rows(**seconds):
     about = {"model": "qwen3-4b", "shape": "4B-300"}
     return [
-        about | {"arm": arm, "metric": metric, "value": str(value * factor)}
+        about | {"arm": arm, "metric": metric, "value": str(value * factor), "scope": "measured"}
         for arm, factor in (("kv4rl", 1), ("bf16", 2))
         for metric, value in seconds.items()
     ]
@@ -51,6 +51,11 @@ def test_iterations_are_listed_bf16_first_with_rollouts_share():
     figure = iteration_phases(rows(**seconds))
     assert sum(trace.x[0] for trace in figure.data) == 20 and iteration_rows([]) == []
     assert [label.rpartition(", ")[2] for label in figure.data[0].y] == ["BF16", "KV4-RL"]
+
+
+def test_a_learner_timed_on_part_of_its_tokens_is_not_called_measured():
+    found = [row | {"scope": "simulated"} if row["arm"] == "bf16" else row for row in rows(update_s=1.0)]
+    assert [line["scope"] for line in iteration_rows(found)] == ["learner simulated", "measured"]
 
 
 def test_a_run_without_bf16_beside_it_is_named():
