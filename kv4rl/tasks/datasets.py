@@ -15,7 +15,7 @@ from kv4rl.rewards.boxes import last_box
 from kv4rl.rollout.group import PromptStream
 from kv4rl.tasks.instruction import with_instruction
 from kv4rl.tasks.rows import SUFFIXES, field, read_file, read_hub
-from kv4rl.tasks.stream import JsonlStream, LeftOut, MiniStream, TaskStream
+from kv4rl.tasks.stream import JsonlStream, LeftOut, MiniStream, TaskStream, require_known
 from kv4rl.tasks.sums import sums_stream
 
 DAPO = "open-r1/DAPO-Math-17k-Processed"
@@ -117,7 +117,9 @@ def _task(where: str, row: Mapping, prompt_id: str) -> dict:
 def _within(
     records: list[tuple[str, dict]], tokenizer: PreTrainedTokenizerBase, limit: int
 ) -> tuple[list[tuple[str, dict]], list[LeftOut]]:
-    """The records whose prompts fit, and the others; `InputError` if none does."""
+    """The records whose prompts fit, and the others; `InputError` if none does, or one has unknown characters."""
+    for where, record in records:
+        require_known(where, record["prompt"], tokenizer)
     lengths = [len(ids) for ids in tokenizer([record["prompt"] for _, record in records])["input_ids"]]
     kept = [record for record, length in zip(records, lengths, strict=True) if length <= limit]
     require(bool(kept), "max_prompt_tokens", limit, f"at least {min(lengths)}, the shortest prompt's length")

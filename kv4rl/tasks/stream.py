@@ -198,9 +198,14 @@ def _chat_text(where: str, messages: list, tokenizer: PreTrainedTokenizerBase) -
 
 
 def _encode(where: str, text: str, tokenizer: PreTrainedTokenizerBase, *, add_special_tokens: bool) -> list[int]:
+    require_known(where, text, tokenizer)
+    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
+
+
+def require_known(where: str, text: str, tokenizer: PreTrainedTokenizerBase) -> None:
+    """Raise `InputError` for characters of a prompt that the tokenizer has no token for."""
     unknown = unknown_characters(tokenizer, text)
     require(not unknown, f"{where} prompt", "".join(unknown[:20]), "only characters that the model's tokenizer knows")
-    return tokenizer.encode(text, add_special_tokens=add_special_tokens)
 
 
 def _require_distinct_ids(lines: dict[str, Prompt]) -> None:
