@@ -7,6 +7,7 @@ from contextlib import contextmanager
 from kv4rl.config import InputError
 
 UNUSABLE_INPUT = 2  # the exit status of argparse for a wrong flag
+INTERRUPTED = 130  # 128 + SIGINT, as a shell has it
 
 
 @contextmanager
@@ -22,3 +23,13 @@ def one_sentence(program: str, *, kinds: tuple = (InputError, OSError), status: 
     except kinds as error:
         print(f"{program}: error: {error}", file=sys.stderr)
         raise SystemExit(status) from error
+
+
+@contextmanager
+def interruptible(program: str, then: str = "") -> Iterator[None]:
+    """End the program with one sentence on Ctrl-C: that it was interrupted, and what follows from it (`then`)."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        print(f"{program}: interrupted{then}", file=sys.stderr)
+        raise SystemExit(INTERRUPTED) from None

@@ -18,7 +18,7 @@ from transformers import PreTrainedTokenizerBase
 
 from kv4rl.attention.backends import BackendUnavailable, choose_backend
 from kv4rl.cache.main_cache import pages_for
-from kv4rl.cli import one_sentence
+from kv4rl.cli import interruptible, one_sentence
 from kv4rl.config import (
     PAGE_TOKENS,
     PRECISIONS,
@@ -189,7 +189,7 @@ def main(words: Sequence[str] | None = None) -> list[Sample]:
         job = set_up(given)
     print(f"{given.model}, prompt of {len(job.prompt)} tokens, temperature {given.temperature:g}, seed {given.seed}")
     samples = []
-    with one_sentence("kv4rl.generate", kinds=(PlanTooLarge,), status=1):
+    with interruptible("kv4rl.generate"), one_sentence("kv4rl.generate", kinds=(PlanTooLarge,), status=1):
         for sample in job.run():
             samples.append(sample)
             if sample.precision in given.precisions:

@@ -5,7 +5,6 @@ weights, metrics and pool are those of the run that was never killed. A file `st
 ends it after the iteration in progress, saved (`kv4rl.stop` says which under torchrun).
 """
 
-import sys
 from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import dataclass
@@ -14,7 +13,7 @@ from pathlib import Path
 from tqdm import tqdm
 
 from kv4rl.checkpoint import only_run
-from kv4rl.cli import one_sentence
+from kv4rl.cli import interruptible, one_sentence
 from kv4rl.config import TrainConfig
 from kv4rl.disk import NotWritten, writing
 from kv4rl.metrics import MetricsWriter, read_metrics
@@ -28,7 +27,6 @@ from kv4rl.trainer import Trainer
 
 Report = Callable[[str], None]
 Write = Callable[[int, dict], None]  # the metrics of an update
-INTERRUPTED = 130  # exit status: 128 + SIGINT, as a shell has it
 NAMED = 5  # task lines that a report names; a file holds all of them
 
 
@@ -141,12 +139,9 @@ def _report_left_out(trainer: Trainer, report: Report) -> None:
 def main(arguments: list[str] | None = None) -> None:
     """The command line: fields of `TrainConfig` as flags over a preset."""
     program, config = "kv4rl.train", parse_config(arguments)
-    try:
-        with one_sentence(program, kinds=(NotWritten,), status=1):
-            result = train(config, report=print, setup=one_sentence(program))
-    except KeyboardInterrupt:
-        print(f"{program}: interrupted; the same command goes on from the newest checkpoint", file=sys.stderr)
-        raise SystemExit(INTERRUPTED) from None
+    goes_on = "; the same command goes on from the newest checkpoint"
+    with interruptible(program, goes_on), one_sentence(program, kinds=(NotWritten,), status=1):
+        result = train(config, report=print, setup=one_sentence(program))
     for line in (result.metrics[0], result.metrics[-1]) if result.leads else ():
         for name in [name for name in line if name.endswith("/avg_at_k")]:
             questions = name.removeprefix("val/").removesuffix("avg_at_k").replace("/", " ")

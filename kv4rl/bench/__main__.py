@@ -4,7 +4,7 @@ import argparse
 import importlib
 import sys
 
-from kv4rl.cli import one_sentence
+from kv4rl.cli import interruptible, one_sentence
 from kv4rl.engine.memory import PlanTooLarge
 from kv4rl.ranks import leaving_lost_peers
 
@@ -28,7 +28,8 @@ def main(arguments: list[str] | None = None) -> None:
     parser = argparse.ArgumentParser(prog="python -m kv4rl.bench", description=__doc__)
     parser.add_argument("bench", choices=tuple(BENCHES))
     name = parser.parse_args(arguments[:1]).bench
-    with leaving_lost_peers(), one_sentence(f"kv4rl.bench {name}", kinds=(PlanTooLarge,), status=1):
+    program = f"kv4rl.bench {name}"
+    with leaving_lost_peers(), interruptible(program), one_sentence(program, kinds=(PlanTooLarge,), status=1):
         importlib.import_module(BENCHES[name]).main(arguments[1:])
 
 

@@ -44,3 +44,13 @@ def test_a_plan_that_did_not_fit_ends_a_bench_with_one_sentence(monkeypatch, cap
     with pytest.raises(SystemExit) as ended:
         command.main(["soak"])
     assert "kv4rl.bench soak: error: out of memory: the plan" in capsys.readouterr().err and ended.value.code == 1
+
+
+def test_an_interrupted_bench_ends_with_one_sentence(monkeypatch, capsys):
+    def run(arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("kv4rl.bench.soak.main", run)
+    with pytest.raises(SystemExit) as ended:
+        command.main(["soak"])
+    assert capsys.readouterr().err == "kv4rl.bench soak: interrupted\n" and ended.value.code == 130

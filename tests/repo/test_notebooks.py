@@ -1,6 +1,8 @@
 """Every committed notebook keeps its contract: claim first, one parameters cell, pictures a reader sees on GitHub."""
 
 import ast
+import importlib
+import inspect
 import itertools
 import json
 import re
@@ -119,3 +121,16 @@ def test_readme_lists_it_with_the_same_facts(path, notebook):
     meta = notebook.metadata["kv4rl"]
     assert meta["requires"].upper() in row and f"| {meta['minutes_cpu']:g} |" in row
     assert all(place in row for place in meta["paper"])
+
+
+def test_a_shown_source_is_todays(notebook):
+    """`notebook.show_source(x)` prints a function of the package, which may have changed since the notebook ran."""
+    imports = re.findall(r"^from (kv4rl[\w.]*) import (.+)$", "\n".join(c.source for c in code_cells(notebook)), re.M)
+    modules = {name: module for module, names in imports for name in names.split(", ")}
+    for cell in code_cells(notebook):
+        for name, *parts in (path.split(".") for path in re.findall(r"show_source\(([\w.]+)\)", cell.source)):
+            shown = getattr(importlib.import_module(modules[name]), name)
+            for part in parts:
+                shown = getattr(shown, part)
+            printed = "".join(output.get("data", {}).get("text/markdown", "") for output in cell.outputs)
+            assert inspect.getsource(shown).strip() in printed, f"run the notebook again: {name} has changed"

@@ -186,5 +186,5 @@ def test_another_boxed_instruction_is_left_alone():
 def test_a_prompt_of_unknown_characters_names_its_row(tmp_path):
     path = tmp_path / "words.jsonl"
     path.write_text(json.dumps({"problem": "What is 1+1?", "solution": "2"}))
-    with pytest.raises(InputError, match=r"words.jsonl:1 prompt=.*: expected only characters that the model's tokenizer"):
+    with pytest.raises(InputError, match=r"words.jsonl:1 prompt=.*: expected only characters that"):
         DataSetStream(str(path), build_tokenizer(), seed=0)
