@@ -9,6 +9,7 @@ Imports Math-Verify and sympy, so the trainer's process does not import this mod
 """
 
 import logging
+import re
 from functools import lru_cache
 
 from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -16,6 +17,8 @@ from sympy import Basic, MatrixBase
 
 GOLD_TARGETS = (LatexExtractionConfig(),)
 RESPONSE_TARGETS = (ExprExtractionConfig(), LatexExtractionConfig())  # verl's order; it breaks ties between matches
+
+PLAIN, WORD = re.compile(r"[^\W\d_]+(?:[\s,.;!?'-]+[^\W\d_]+)*[.!?]*"), re.compile(r"[^\W\d_]{3,}")  # no mathematics
 
 # Both warn, once per process, that their alarms are off. They are, on purpose.
 for _module in ("math_verify.parser", "math_verify.grader"):
@@ -61,6 +64,8 @@ def check_gold(gold: str) -> None:
     """
     if not isinstance(gold, str) or not gold.strip():
         raise ValueError(f"gold={gold!r}: expected a non-empty string")
+    if len(WORD.findall(gold)) >= 2 and PLAIN.fullmatch(gold.strip()):
+        raise ValueError(f"gold={gold!r}: expected mathematics, not words: Math-Verify multiplies letters in any order")
     if not parses(gold):
         raise ValueError(f"gold={gold!r}: expected an answer that Math-Verify can parse inside \\boxed{{}}")
     if not box_reading(gold, gold):

@@ -218,6 +218,13 @@ def test_golds_that_do_not_parse_are_refused(gold):
         check_gold(gold)
 
 
-@pytest.mark.parametrize("gold", ["58", "\\frac{3}{7}", "(3,4)", "5,6,9", "\\text{Monday}", "x^2-1"])
+@pytest.mark.parametrize("gold", ["See solution", "the quick brown fox.", "not-a-number"])
+def test_golds_of_plain_words_are_refused(gold):
+    """Math-Verify reads them as products of letters: "solution See" would be right."""
+    with pytest.raises(ValueError, match="expected mathematics, not words"):
+        check_gold(gold)
+
+
+@pytest.mark.parametrize("gold", ["sin x", "a, b", "x y z", "58", "\\frac{3}{7}", "(3,4)", "5,6,9", "\\text{Monday}", "x^2-1"])
 def test_golds_that_parse_are_accepted(gold):
     check_gold(gold)
