@@ -110,11 +110,8 @@ def _iteration(published: str, model: str) -> Comparison:
     return Comparison(published, words, "iteration.csv", where, remark, **_at_scale(model, f"{model}-tp2"))
 
 
-PHASES = {"rollout": "rollout_s", "update": "update_s"}
-
-
 def _share(phase: str, arm: str) -> Comparison:
-    where = {"experiment": "iteration", "arm": arm, "shape": "8B-400", "metric": PHASES[phase]}
+    where = {"experiment": "iteration", "arm": arm, "shape": "8B-400", "metric": f"{phase}_s"}
     words = f"share of an iteration, {phase}, {PRECISION_NAMES[arm]}, 8B-400"
     remark, key = "one iteration, forced lengths", f"iteration/8b/{phase}_share_{arm}_last_50"
     given = _at_scale("qwen3-8b", "qwen3-8b-tp2") | {"whole": "iteration_s"}
@@ -184,7 +181,7 @@ COMPARISONS = (
     _collection_of_iteration("rollout/8b/last_50", "qwen3-8b", "8B-400"),
     _iteration("iteration/4b/cumulative", "qwen3-4b"),
     _iteration("iteration/8b/cumulative", "qwen3-8b"),
-    *(_share(phase, arm) for phase in PHASES for arm in ("bf16", "kv4rl")),
+    *(_share(phase, arm) for phase in ("rollout", "update") for arm in ("bf16", "kv4rl")),
     *(comparison for model in TASKS for comparison in _deficits(model)),
 )  # fmt: skip
 
@@ -224,8 +221,8 @@ def _quotients(rows: Sequence[dict], others: Sequence[dict], *, inverse: bool) -
     for row in rows:
         if run(row) in by_run:
             other = by_run[run(row)]
-            ratio = float(other["value"]) / float(row["value"])
-            value, unit = (1 / ratio, "fraction") if inverse else (ratio, "x")
+            own, others_own = float(row["value"]), float(other["value"])
+            value, unit = (own / others_own, "fraction") if inverse else (others_own / own, "x")
             scope = "simulated" if "simulated" in (row["scope"], other["scope"]) else row["scope"]
             made.append(row | {"value": str(value), "low": "", "high": "", "unit": unit, "scope": scope})
     return made

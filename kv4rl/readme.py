@@ -21,7 +21,7 @@ from kv4rl.learning import Setting, curves, describe, main_setting, read_runs, s
 from kv4rl.paper import PUBLISHED, REPLAY_SHAPES
 from kv4rl.results import REPOSITORY, RESULTS, latest, read_rows
 from kv4rl.viz.fidelity import width_sweeps
-from kv4rl.viz.kernels import SMALL_BATCH, is_shape, kernel_speedups, of_table_a3, speedup_table, write_times
+from kv4rl.viz.kernels import SMALL_BATCH, is_shape, kernel_speedups, of_table_a3, speedup_table, times, write_times
 from kv4rl.viz.replay import of_model, replay_table
 from kv4rl.viz.rollout import today_rows
 from kv4rl.viz.stamp import digest, stamp
@@ -149,7 +149,7 @@ def _triton(found: list[dict[str, str]]) -> list[str]:
             continue
         value = {(row["shape"], row["arm"]): float(row["value"]) for row in mine}
         lines = [
-            {"batch x context": shape} | {name: _times(value.get((shape, arm))) for arm, name in names.items()}
+            {"batch x context": shape} | {name: times(value.get((shape, arm))) for arm, name in names.items()}
             for shape in dict.fromkeys(row["shape"] for row in mine)
         ]
         said = f"The Triton kernels, x of BF16 FlashInfer in their own run, {heads}, {_origin(mine)}"
@@ -168,14 +168,10 @@ def _errors(found: list[dict[str, str]]) -> list[str]:
         for model, heads in HEADS.items():
             if (model, arm, "error_vs_float64") in value:
                 ours, theirs = (value[model, arm, m] for m in ("error_vs_float64", "flashinfer_error_vs_float64"))
-                line[heads] = f"{ours:.2e} beside {theirs:.2e}: {_times(value[model, arm, 'error_vs_flashinfer'])}"
+                line[heads] = f"{ours:.2e} beside {theirs:.2e}: {times(value[model, arm, 'error_vs_flashinfer'])}"
         lines.append(line)
     said = f"Error against float64 beside FlashInfer BF16's on the same dequantised values, {_origin(found)}"
     return [f"{said} (`bench error`):", _table(lines, tuple(lines[0]))]
-
-
-def _times(speedup: float | None) -> str:
-    return "-" if speedup is None else f"{speedup:.2f}x"
 
 
 def replay(rows: Path = RESULTS) -> str:

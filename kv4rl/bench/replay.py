@@ -100,10 +100,9 @@ def rows(times: Times, whole: set[str], model: str) -> list[dict]:
             given = {"metric": "decode_replay_ms", "unit": "ms", "value": state_ms(state, taken)}
             shape = f"{state.group}/{state.name}"
             made.append(result_row(**about, arm=arm, shape=shape, **given, low=low, high=high, n=len(taken)))
-    protected = {arm: taken for arm, taken in times.items() if arm.startswith("kv4rl")}
-    for base, metric, arms in (("bf16", "speedup_vs_bf16", times), ("kv4", "retention_vs_kv4", protected)):
-        for (arm, group), value in aggregates(arms | {base: times.get(base, {})}, base).items():
-            if group in whole and arm in arms:
+    for base, metric in (("bf16", "speedup_vs_bf16"), ("kv4", "retention_vs_kv4")):
+        for (arm, group), value in aggregates(times, base).items():
+            if group in whole and (base == "bf16" or arm.startswith("kv4rl")):
                 made.append(result_row(**about, arm=arm, shape=group, metric=metric, unit="x", value=value))
     return made
 

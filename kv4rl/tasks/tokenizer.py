@@ -29,8 +29,11 @@ def unknown_characters(tokenizer: PreTrainedTokenizerBase, text: str) -> list[st
 
     Only a word-level vocabulary such as the mini model's can lack any: the others fall back on bytes.
     """
-    core, known = getattr(tokenizer, "backend_tokenizer", None), tokenizer.get_vocab()
-    if core is None or not isinstance(core.model, models.WordLevel) or core.model.unk_token in known:
+    core = getattr(tokenizer, "backend_tokenizer", None)
+    if core is None or not isinstance(core.model, models.WordLevel):
+        return []  # before the vocabulary is copied: that takes longer than to encode a prompt
+    known = tokenizer.get_vocab()
+    if core.model.unk_token in known:
         return []
     pieces = (piece for piece, _ in core.pre_tokenizer.pre_tokenize_str(text))
     return [piece for piece in dict.fromkeys(pieces) if piece not in known]

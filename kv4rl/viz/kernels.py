@@ -35,13 +35,17 @@ def of_table_a3(rows: Sequence[Mapping[str, str]]) -> list[Mapping[str, str]]:
     return [row for row in rows if row["shape"] in TABLE_A3]
 
 
+def times(speedup: float | None) -> str:
+    """A speedup as tables show it."""
+    return "-" if speedup is None else f"{speedup:.2f}x"
+
+
 def speedup_table(rows: Sequence[Mapping[str, str]]) -> list[dict[str, str]]:
     """A line a shape: FlashInfer's microseconds and each format's speedup; Table A3's shapes, small batches, mixed.
 
     Args: rows of `kernels.csv` of one model's heads; other metrics are passed over.
     """
     value = {(row["shape"], row["arm"], row["metric"]): float(row["value"]) for row in rows}
-    times = lambda speedup: "-" if speedup is None else f"{speedup:.2f}x"
     shapes = {shape for shape, _, metric in value if metric == "speedup_vs_bf16"}
     return [
         {"batch x context": shape, "BF16 FlashInfer": f"{value[shape, BASELINE, 'ms_per_layer'] * 1e3:.1f} us"}
@@ -58,10 +62,11 @@ def _place(shape: str) -> tuple[int, int, str]:
 
 def write_times(rows: Sequence[Mapping[str, str]]) -> list[str]:
     """What `write_kv` of q, k and v takes, a sentence's part a format: microseconds by tokens."""
-    value = {(row["arm"], row["shape"]): float(row["value"]) for row in rows if row["metric"] == "write_kv_us"}
-    arms = [arm for arm in PRECISIONS if any(key[0] == arm for key in value)]
-    said = lambda arm: ", ".join(f"{us:.1f} us for {tokens} tokens" for (a, tokens), us in value.items() if a == arm)
-    return [f"{PRECISION_NAMES[arm]} {said(arm)}" for arm in arms]
+    said: dict[str, list[str]] = {}
+    for row in rows:
+        if row["metric"] == "write_kv_us":
+            said.setdefault(row["arm"], []).append(f"{float(row['value']):.1f} us for {row['shape']} tokens")
+    return [f"{PRECISION_NAMES[arm]} {', '.join(said[arm])}" for arm in PRECISIONS if arm in said]
 
 
 def roofline(rows: Sequence[Mapping[str, str]], *, flops_per_s: float, query_heads: int, head_dim: int) -> go.Figure:
@@ -81,15 +86,20 @@ def roofline(rows: Sequence[Mapping[str, str]], *, flops_per_s: float, query_hea
             points.append((operations / (rate * ms * 1e-3), operations / (ms * 1e-3) / 1e12, shape))
             copy_rate = rate / value[arm, shape, "share_of_copy_rate"]
         x, y, text = zip(*points, strict=True) if points else ((), (), ())
-        colour = PRECISION_COLOURS[arm.split("_")[0]]
-        name = "BF16, FlashInfer" if arm == BASELINE else PRECISION_NAMES[arm]
-        figure.add_scatter(x=x, y=y, text=text, name=name, mode="markers", marker={"color": colour})
+        figure.add_scatter(x=x, y=y, text=text, mode="markers", **_named(arm))
     ridge = flops_per_s / copy_rate
     roofs = {"x": [1, ridge, 4 * ridge], "y": [copy_rate / 1e12, flops_per_s / 1e12, flops_per_s / 1e12]}
     figure.add_scatter(**roofs, mode="lines", line={"color": "#555555"}, name=f"roofs: {copy_rate / 1e12:.2f} TB/s, "
                        f"{flops_per_s / 1e12:.0f} TFLOP/s; ridge at {ridge:.0f}")  # fmt: skip
     figure.update_xaxes(title_text="operations a KV byte", type="log").update_yaxes(title_text="TFLOP/s", type="log")
     return figure.update_layout(height=380, width=820)
+
+
+def _named(arm: str) -> dict:
+    """Name and colour of an arm's dots."""
+    precision = arm.split("_")[0]
+    name = PRECISION_NAMES[precision] + (", FlashInfer" if arm == BASELINE else "")
+    return {"name": name, "marker": {"color": PRECISION_COLOURS[precision]}}
 
 
 def kernel_speedups(rows: Sequence[Mapping[str, str]]) -> go.Figure:
@@ -153,10 +163,8 @@ def achieved_rates(rows: Sequence[Mapping[str, str]]) -> go.Figure:
         found = [
             (int(r["shape"].split("x")[1]), float(r["value"]) / 1e12) for r in rows if r["arm"] == arm and is_shape(r)
         ]
-        precision = arm.split("_")[0]
-        name = PRECISION_NAMES[precision] + (", FlashInfer" if arm == BASELINE else "")
         x, y = zip(*sorted(found), strict=True) if found else ((), ())
-        figure.add_scatter(x=x, y=y, name=name, mode="markers", marker={"color": PRECISION_COLOURS[precision]})
+        figure.add_scatter(x=x, y=y, mode="markers", **_named(arm))
     peak = H200_BANDWIDTH / 1e12
     figure.add_hline(y=peak, line={"dash": "dash", "width": 1}, annotation_text=f"vendor peak {peak:.1f} TB/s")
     figure.update_xaxes(

@@ -262,7 +262,7 @@ def test_a_mask_that_hides_less_than_the_padding_is_refused(qwen, make_cache, id
     mask = torch.ones_like(batch)
     mask[0, :4], mask[1, :7] = 0, 0
     generate(qwen, batch, make_cache(qwen, attention_mask=mask), attention_mask=mask)
-    with pytest.raises(ValueError, match=r"attention_mask='of shape .*' look left-padded further|look left-padded fur"):
+    with pytest.raises(ValueError, match=r"attention_mask='of shape .*look left-padded further"):
         generate(qwen, batch, make_cache(qwen, attention_mask=change(mask)), attention_mask=mask)
 
 
