@@ -71,7 +71,7 @@ def read_runs(*, model: str = "mini-qwen3", directory: Path = RESULTS, file: str
     """Setting -> precision -> seed -> run, in file order; {} without the file.
 
     A setting is what a run's `shape` says behind its seed, "" for the model's preset. Of a setting that was run on
-    several machines the one with the most runs counts, then the one with the newest.
+    several machines the one with the most runs counts, then the one with the newest, then the later in the file.
     """
     path = directory / file
     rows = read_rows(path.resolve(), model=model) if path.exists() else []
@@ -86,7 +86,8 @@ def read_runs(*, model: str = "mini-qwen3", directory: Path = RESULTS, file: str
                 run.ends[row["metric"]] = float(row["value"])
             else:
                 run.curve.setdefault(update, {})[CURVES[row["metric"]][0]] = float(row["value"])
-    chosen = {setting: max(by_machine.values(), key=_weight) for setting, by_machine in machines.items()}
+    # max keeps the first of equals, so the later machines go first.
+    chosen = {setting: max(reversed(by_machine.values()), key=_weight) for setting, by_machine in machines.items()}
     return {setting: {p: runs[p] for p in PRECISIONS if p in runs} for setting, runs in chosen.items()}
 
 
@@ -218,13 +219,20 @@ def models(path: Path) -> list[str]:
 
 
 def start_accuracy(*, model: str = "mini-qwen3", directory: Path = RESULTS, file: str | Path = FILE) -> Band | None:
-    """Accuracy of the model before training, over the newest machine's seeds; None without its rows."""
+    """Accuracy of the model before training, over seeds on the main setting's machine; None without its rows.
+
+    Where that machine has none, the newest machine's count.
+    """
     path = directory / file
     rows = read_rows(path.resolve(), arm=START, model=model) if path.exists() else []
     if not rows:
         return None
-    hardware = latest(rows)["hardware"]
-    return band(float(row["value"]) for row in rows if row["hardware"] == hardware)
+    settings = read_runs(model=model, directory=directory, file=file)
+    main_runs = settings[main_setting(settings)] if settings else {}
+    used = {run.row["hardware"] for by_seed in main_runs.values() for run in by_seed.values()}
+    known = [row for row in rows if row["hardware"] in used]
+    machine = latest(known or rows)["hardware"]
+    return band(float(row["value"]) for row in rows if row["hardware"] == machine)
 
 
 def lost_ground(

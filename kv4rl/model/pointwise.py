@@ -71,4 +71,21 @@ def compiled(user: str = "engine") -> Pointwise:
     compiled a few times only before it runs uncompiled: so each `user` has functions of its own.
     """
     own = lambda f: FunctionType(f.__code__.replace(co_name=f"{f.__name__}_{user}"), f.__globals__)
-    return Pointwise(*(torch.compile(own(function), dynamic=True) for function in (add_norm, norm_rotate, swiglu)))
+    normed = (torch.compile(own(function), dynamic=True) for function in (add_norm, norm_rotate))
+    return Pointwise(*normed, _of_one_width(own(swiglu)))
+
+
+def _of_one_width(function: Callable[[Tensor, Tensor], Tensor]) -> Callable[[Tensor, Tensor], Tensor]:
+    """Compiled for any number of rows of the width it meets first (a second width makes it general).
+
+    The norms learn their width from parameters. Of unknown width, gate and up, which are halves of one product's rows,
+    were read at half the speed: 250 us in place of 133 for 8,192 rows of 9,728, 21 in place of 12 for 640 (H200).
+    """
+    run = torch.compile(function)
+
+    def swiglu(gate: Tensor, up: Tensor) -> Tensor:
+        for tensor in (gate, up):
+            torch._dynamo.maybe_mark_dynamic(tensor, 0)
+        return run(gate, up)
+
+    return swiglu

@@ -22,6 +22,7 @@ def test_overhead_writes_the_step_of_engine_and_replay(tmp_path, capsys):
                 found[arm, shape, f"{m}"] for m in ("share_of_replay", "decode_replay_ms", "engine_step_ms")
             )
             assert share == pytest.approx(replay / own, rel=1e-4)
+            assert found[arm, shape, "prefill_tokens_per_s"] > 0
     assert set(json.loads(capsys.readouterr().out.splitlines()[-1])["share_of_replay"]) == {
         f"{arm} {shape}" for arm in ("bf16", "kv4rl") for shape in ("3x20", "2x40")
     }

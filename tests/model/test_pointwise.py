@@ -49,3 +49,25 @@ def test_compiled_functions_err_no_more_than_plain_ones(some_config, make_family
             plain = (hidden(family.decoder, ids).double() - reference).norm()
             family.decoder.pointwise = compiled()
             assert (hidden(family.decoder, ids).double() - reference).norm() <= 1.5 * plain
+
+
+def test_swiglu_is_compiled_once_for_all_rows_of_a_width_that_its_kernel_knows(monkeypatch):
+    """Of unknown width its kernel read at half the speed."""
+    shapes, real = [], torch.compile
+
+    def watched(function, **options):
+        def backend(graph, inputs):
+            shapes.append([node.meta["example_value"].shape for node in graph.graph.find_nodes(op="placeholder")
+                           if isinstance(node.meta["example_value"], torch.Tensor)])  # fmt: skip
+            return graph
+
+        return real(function, backend=backend, **options)
+
+    monkeypatch.setattr(torch, "compile", watched)
+    swiglu = compiled.__wrapped__("test").swiglu
+    for rows in (40, 7, 300):
+        gate, up = torch.randn(rows, 64).split(32, -1)
+        assert torch.equal(swiglu(gate, up), Pointwise().swiglu(gate, up))
+    ((gate, up),) = shapes
+    for shape in (gate, up):
+        assert isinstance(shape[0], torch.SymInt) and isinstance(shape[1], int)

@@ -7,7 +7,7 @@ import pytest
 from kv4rl import learning, train_rows
 from kv4rl.config import KVConfig
 from kv4rl.presets import override, preset
-from kv4rl.results import read_rows
+from kv4rl.results import read_rows, write_rows
 
 
 @pytest.fixture
@@ -88,6 +88,21 @@ def test_the_starting_model_has_one_row_for_all_precisions_and_settings(run):
     assert (start["shape"], start["value"], start["low"], start["n"]) == ("seed43", "0.25", "0.4", "64")
     assert learning.start_accuracy(directory=directory).mean == 0.25
     assert list(learning.read_runs(directory=directory)) == ["", "updates=30"]
+
+
+def test_of_machines_with_as_many_runs_the_later_counts_and_its_own_start(run):
+    """The H200's sweep was not shown: the CPU's, equally large and of one day, came first in the file."""
+    config, lines, accuracy, directory = run
+    train_rows.record_run(config, lines, accuracy, before=accuracy | {"value": 0.25})
+    path = (directory / train_rows.FILE).resolve()
+    first = read_rows(path)
+    gpu = [row | {"hardware": "GPU"} for row in first]
+    start = [row | {"value": "0.5"} for row in gpu if row["arm"] == "start"]
+    others = [row for row in gpu if row["arm"] != "start"]
+    write_rows(path, start + first + others, drop=lambda row: True)
+    (found,) = learning.read_runs(directory=directory)[""]["kv4"].values()
+    assert found.row["hardware"] == "GPU"
+    assert learning.start_accuracy(directory=directory).mean == 0.5
 
 
 def test_start_judges_the_starting_model_and_trains_nothing(run, monkeypatch, capsys):
