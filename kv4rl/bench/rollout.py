@@ -33,7 +33,7 @@ from kv4rl.bench.refusals import require_counts, require_flashinfer
 from kv4rl.bench.trace_bins import binned, write_bins
 from kv4rl.cache.memory_plan import HBMPlan
 from kv4rl.cli import one_sentence
-from kv4rl.config import PAGE_TOKENS, PRECISIONS, KVConfig, RolloutConfig
+from kv4rl.config import PAGE_TOKENS, PRECISIONS, KVConfig, RolloutConfig, require, require_integer
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.flashinfer import decodes_baseline
 from kv4rl.engine.memory import plan_engine
@@ -193,10 +193,15 @@ def make_setting(options: argparse.Namespace, name: str, decoder: Decoder, ranks
     workload, rollout = forced_rollout(options, name, decoder.config.max_positions)
     budget = int(options.hbm_gb * 1e9)
     say = (lambda text: print(text, flush=True)) if ranks.leads else (lambda text: None)
-    return Setting(
+    setting = Setting(
         decoder, workload, rollout, budget, options.collections, options.warmup, ranks, replica,
         options.simulate_warmup, say,
     )  # fmt: skip
+    if options.bf16_pages is None:
+        return setting
+    free = setting.plan("bf16").cache
+    require(options.bf16_pages <= free.pages, "bf16-pages", options.bf16_pages, f"at most {free.pages}, what fits")
+    return replace(setting, budget_bytes=budget - (free.pages - options.bf16_pages) * free.page_bytes)
 
 
 def parse(arguments: list[str] | None) -> argparse.Namespace:
@@ -211,6 +216,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--hbm-gb", type=float, default=130.0 if cuda else 0.06, help="budget of a GPU, GB of 1e9 bytes"
     )
+    parser.add_argument("--bf16-pages", type=int, help="pin the budget to so many pages of the unquantised pool")
     parser.add_argument("--groups", type=int, default=64 if cuda else 8, help="T of this replica")
     parser.add_argument("--siblings", type=int, default=8 if cuda else 4, help="G")
     parser.add_argument("--slots", type=int, default=1024 if cuda else 64, help="active requests at most")
@@ -228,6 +234,8 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
     options = parser.parse_args(arguments)
     with one_sentence("kv4rl.bench rollout"):
         require_counts(options, collections=1)
+        if options.bf16_pages is not None:
+            require_integer(options.bf16_pages, "bf16-pages", 1)
         require_flags(options)
     return options
 
@@ -235,6 +243,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 def measure(options: argparse.Namespace, name: str, setting: Setting) -> dict[str, dict[str, float]]:
     """Both comparisons at one fit; rows are written after each arm, so that a run cut short keeps what it measured."""
     shape = name if options.shrink == 1 else f"{name}/{options.shrink:g}"
+    shape += "" if options.bf16_pages is None else f", {options.bf16_pages} BF16 pages"
     model = model_name(options, setting.replica)
     for precision in options.precisions:
         setting.say(f"{shape} {precision:>6} {setting.plan(precision)}")

@@ -50,6 +50,16 @@ def test_rollout_writes_both_comparisons_and_splits_the_gain(tmp_path, capsys):
     assert said == pytest.approx(both, rel=1e-4)  # rows keep six digits
 
 
+def test_a_pinned_pool_gives_the_others_what_its_bytes_buy(tmp_path, capsys):
+    out = tmp_path / "rollout.csv"
+    words = ["--parts", "precisions", "--precisions", "bf16", "kv4", "--pages", "own", "--bf16-pages", "40"]
+    main([*SMALL, *words, "--out", str(out)])
+    pages = {row["arm"]: float(row["value"]) for row in read_rows(out, metric="cache_pages")}
+    assert pages["bf16"] == 40 and 3 * 40 < pages["kv4"] < 4 * 40 + 100
+    assert {row["shape"] for row in read_rows(out)} == {"4B-300/400, 40 BF16 pages"}
+    assert json.loads(capsys.readouterr().out.splitlines()[-1])["gains"]["4B-300/400, 40 BF16 pages"]
+
+
 def test_gains_are_quotients_of_summed_collection_times():
     found = {
         ("bf16", "own pages"): Outcome({}, [4.0, 6.0]),
@@ -76,6 +86,8 @@ def test_gains_are_quotients_of_summed_collection_times():
         (["--out", "/proc/none/rollout.csv"], "/proc/none"),
         (["--hbm-gb", "nan"], "hbm-gb=nan: expected a number > 0"),
         (["--seed", "-1"], "seed=-1: expected an integer >= 0"),
+        (["--bf16-pages", "0"], "bf16-pages=0: expected an integer >= 1"),
+        (["--bf16-pages", "9000000"], "bf16-pages=9000000: expected at most "),
     ],
 )
 def test_what_cannot_be_run_ends_with_one_sentence_before_any_work(words, message, capsys):
