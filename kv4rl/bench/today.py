@@ -38,6 +38,7 @@ EOS = 1  # ends responses of forced length; nothing else does
 WARMUP_TOKENS = 4
 BASE = "transformers_generate"
 BASELINES = (BASE, "transformers_generate_batch")
+SPEEDUPS = {base: base.replace("transformers", "speedup_vs") for base in BASELINES}  # metrics, within one run
 ENOUGH_S, MOST = 6.0, 3  # calls are repeated until they took so long together, and so often at most
 STEP_TOKENS = 8192
 
@@ -173,7 +174,7 @@ def measure(
 
 
 def rows(found: dict[str, list[float]], options: argparse.Namespace) -> list[dict]:
-    """Tokens a second of each arm (low and high: its slowest and fastest call), and its speedup over `generate`."""
+    """Tokens a second of each arm (low and high: its slowest and fastest call), and its speedup over each baseline."""
     total = options.prompts * options.new_tokens
     shape = f"{options.prompts}x{options.prompt_tokens}+{options.new_tokens}"
     about, made = {"experiment": "today", "model": options.model, "shape": shape}, []
@@ -181,9 +182,9 @@ def rows(found: dict[str, list[float]], options: argparse.Namespace) -> list[dic
         rate = {"metric": "tokens_per_s", "unit": "tokens/s", "value": total / statistics.median(taken)}
         spread = {"low": total / max(taken), "high": total / min(taken), "n": len(taken)}
         made.append(result_row(**about, arm=arm, **rate, **spread))
-        if BASE in found:
-            value = statistics.median(found[BASE]) / statistics.median(taken)
-            made.append(result_row(**about, arm=arm, metric="speedup_vs_generate", unit="x", value=value))
+        for base in filter(found.__contains__, BASELINES):
+            value = statistics.median(found[base]) / statistics.median(taken)
+            made.append(result_row(**about, arm=arm, metric=SPEEDUPS[base], unit="x", value=value))
     return made
 
 

@@ -84,18 +84,44 @@ def overhead_rows(rows: Rows) -> list[dict[str, str]]:
 
 
 def today_rows(rows: Rows) -> list[dict[str, str]]:
-    """One dict a model, shape and arm of `today.csv`: tokens a second and the ratios to transformers' `generate` and,
-    of one run, `generate_batch`."""
+    """One dict a model, shape and arm of `today.csv`: tokens a second, and the ratios to transformers' `generate` and
+    `generate_batch`, each taken within a run."""
     engine = itemgetter("model", "shape", "arm")
-    ratios = {engine(row): float(row["value"]) for row in rows if row["metric"] == "speedup_vs_generate"}
-    rates = [row for row in rows if row["metric"] == "tokens_per_s"]
-    run = itemgetter("model", "shape", "commit", "command")
-    batch = {run(row): float(row["value"]) for row in rates if row["arm"] == "transformers_generate_batch"}
-    times = lambda ratio: f"{ratio:.1f}x" if ratio else "-"
+    found = {(*engine(row), row["metric"]): float(row["value"]) for row in rows}
     lines = []
-    for row in rates:
-        rate = float(row["value"])
+    for row in rows:
+        if row["metric"] != "tokens_per_s":
+            continue
         line = {"model": row["model"], "prompts x tokens + new": row["shape"], "engine": row["arm"]}
-        line |= {"tokens/s": f"{rate:,.0f}", "over generate": times(ratios.get(engine(row)))}
-        lines.append(line | {"over generate_batch": times(run(row) in batch and rate / batch[run(row)])})
+        line["tokens/s"] = f"{float(row['value']):,.0f}"
+        for baseline in ("generate", "generate_batch"):
+            ratio = found.get((*engine(row), f"speedup_vs_{baseline}"))
+            line[f"over {baseline}"] = f"{ratio:.1f}x" if ratio else "-"
+        lines.append(line)
     return lines
+
+
+def today_limit(today: Rows, rollout: Rows, replay: Rows) -> str:
+    """What bounds this engine's ratio to `generate`: its prefill and replayed steps alone, then the products alone.
+
+    From rows of `bench today` (Qwen3-4B, 256 prompts of 128 tokens, 256 new ones), `bench overhead` (256x128) and
+    `bench floor` (256x256, one GPU); a sentence that names them where one is missing.
+    """
+    model, tokens = "qwen3-4b", 256
+    found = {(r["arm"], r["model"], r["shape"], r["metric"]): float(r["value"]) for r in (*today, *rollout, *replay)}
+    try:
+        generate, ours = (
+            found[arm, model, f"256x128+{tokens}", "tokens_per_s"] for arm in ("transformers_generate", "kv4rl")
+        )
+        rate, step = (found["kv4rl", model, "256x128", m] for m in ("prefill_tokens_per_s", "decode_replay_ms"))
+        products = found["bf16", f"{model}-tp1", "256x256/256x256", "products_ms"]
+    except KeyError:
+        return "What bounds the ratios takes rows of `bench today`, `bench overhead` and `bench floor` at these shapes."
+    prefill, steps = 256 * 128 / rate, tokens - 1
+    ratio = lambda step_ms: f"{256 * tokens / (prefill + steps * step_ms / 1e3) / generate:.1f}x"
+    return (
+        f"{tokens} new tokens: prefill at {rate:,.0f} tokens/s takes {prefill:.2f} s, {steps} replayed steps of "
+        f"{step:.2f} ms take {steps * step / 1e3:.2f} s: an engine that adds nothing to them would reach {ratio(step)} "
+        f"of `generate`, this one reaches {ours / generate:.1f}x. Steps of nothing but their matrix products "
+        f"({products:.2f} ms) would reach {ratio(products)}."
+    )

@@ -20,6 +20,7 @@ from kv4rl.viz.rollout import (
     collection_rows,
     overhead_rows,
     scheduler_rows,
+    today_limit,
     today_rows,
     unanswered_collections,
 )
@@ -113,19 +114,31 @@ def test_schedulers_ratios_stand_beside_the_papers_where_it_prints_them():
     assert [line["paper"] for line in scheduler_rows(rows)] == ["8.27", "drawn only"]
 
 
-def test_todays_engines_are_listed_with_their_ratio():
-    one, other = {"commit": "a", "command": "one"}, {"commit": "a", "command": "other"}
+def test_todays_engines_are_listed_with_their_ratios():
     rows = [
-        row("kv4", "256x128+256", "tokens_per_s", 30000.0, **one),
-        row("kv4", "256x128+256", "speedup_vs_generate", 15.2, **other),
-        row("bf16", "256x128+256", "tokens_per_s", 20000.0, **other),
-        row("transformers_generate_batch", "256x128+256", "tokens_per_s", 2000.0, **one),
+        row("kv4", "256x128+256", "tokens_per_s", 30000.0),
+        row("kv4", "256x128+256", "speedup_vs_generate", 15.2),
+        row("kv4", "256x128+256", "speedup_vs_generate_batch", 20.04),
+        row("bf16", "256x128+256", "tokens_per_s", 20000.0),
+        row("kv4", "256x128+256", "tokens_per_s", 9000.0, model="qwen3-8b"),
     ]
-    rows.append(row("kv4", "256x128+256", "tokens_per_s", 9000.0, model="qwen3-8b", **other))
-    kv4, bf16, batch, larger = today_rows(rows)
+    kv4, bf16, larger = today_rows(rows)
     assert larger["model"] == "qwen3-8b" and larger["over generate"] == "-", "another model's ratio is not its own"
-    assert (kv4["tokens/s"], kv4["over generate"], kv4["over generate_batch"]) == ("30,000", "15.2x", "15.0x")
-    assert bf16["over generate_batch"] == "-" and batch["over generate_batch"] == "1.0x"
+    assert (kv4["tokens/s"], kv4["over generate"], kv4["over generate_batch"]) == ("30,000", "15.2x", "20.0x")
+    assert bf16["over generate"] == bf16["over generate_batch"] == "-"
+
+
+def test_the_limit_of_todays_ratio_is_prefill_and_replayed_steps_and_then_products():
+    given = {"model": "qwen3-4b"}
+    rates = {"transformers_generate": 2000.0, "kv4rl": 30000.0}
+    today = [row(arm, "256x128+256", "tokens_per_s", rate, **given) for arm, rate in rates.items()]
+    cells = {"prefill_tokens_per_s": 65536.0, "decode_replay_ms": 6.0}
+    rollout = [row("kv4rl", "256x128", metric, value, **given) for metric, value in cells.items()]
+    replay = [row("bf16", "256x256/256x256", "products_ms", 2.0, **given | {"model": "qwen3-4b-tp1"})]
+    said = today_limit(today, rollout, replay)
+    assert "prefill at 65,536 tokens/s takes 0.50 s, 255 replayed steps of 6.00 ms take 1.53 s" in said
+    assert "16.1x of `generate`, this one reaches 15.0x" in said and said.endswith("(2.00 ms) would reach 32.4x.")
+    assert "takes rows of `bench today`" in today_limit(today, rollout, [])
 
 
 def test_overhead_shows_the_engines_share_of_its_replay_and_leaves_collections_out():
