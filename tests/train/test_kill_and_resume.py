@@ -1,6 +1,7 @@
 """SIGKILL at random moments of a whole run in its own process; then it must end as if nothing had happened."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -68,6 +69,23 @@ for more in lines:
 )
 
 
+# Rank 1's rollout fails within the second update, the others' are as they were.
+FAULTY = """
+import os
+from kv4rl.engine.engine import RolloutEngine
+
+if os.environ["RANK"] == "1":
+    step, steps = RolloutEngine.step, []
+
+    def failing(self):
+        steps.append(None)
+        if len(steps) == 60:
+            raise RuntimeError("this rollout failed")
+        return step(self)
+
+    RolloutEngine.step = failing
+"""
+
 FLAGS = {
     "--preset": "smoke", "--device": "cpu", "--rollout.max_response_tokens": 40, "--rollout.age_limit": 2,
     "--rollout.cache_pages": 48, "--rollout.max_active_requests": 12, "--evaluate_prompts": 2, "--checkpoint_every": 2,
@@ -103,16 +121,17 @@ class Layout:
         split = ["--tensor_parallel", str(self.tensor_parallel)]
         return [*flags(self.model or model, output_dir, self.updates), *split, *self.more]
 
-    def command(self, model: str, output_dir: Path) -> list[str]:
+    def command(self, model: str, output_dir: Path, main: str = MAIN) -> list[str]:
         """The same under torchrun, which wants a file."""
         driver = output_dir.parent / "driver.py"
-        driver.write_text(MAIN)
+        driver.write_text(main)
         torchrun = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(self.ranks)]
         return [*torchrun, str(driver), *self.flags(model, output_dir)]
 
 
 ONE = Layout(1, updates=UPDATES, replicas=1)
 TWO = Layout(1)
+TWO_LONGER = Layout(1, updates=12)
 FOUR = Layout(2, "mini-qwen3", updates=4)  # DP2 x TP2 over FSDP2 x 4: the paper's own on four GPUs (Table A1)
 ON_GPUS = ("--device", "auto", "--memory", "phased", "--kv.sink_tokens", "16", "--kv.recent_tokens", "128")
 
@@ -216,6 +235,36 @@ def test_ranks_end_alike_though_one_of_them_was_killed(undisturbed, tiny_model, 
     assert process.wait(60) != 0
     run_to_end(layout.command(tiny_model, broken))
     assert_equal_runs(undisturbed(layout), broken, layout.flags(tiny_model, broken))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_two_ranks_killed_at_random_moments_end_like_two_that_were_not(undisturbed, tiny_model, tmp_path):
+    """As of one process above, but any one rank dies: in collection, update, evaluation or while it saves."""
+    run, rng = tmp_path / "run", random.Random(7)
+    for more in (0, 1, 0, 1, 1):
+        process = subprocess.Popen(TWO_LONGER.command(tiny_model, run), **QUIET)
+        wait_for_lines(process, run, len(read_metrics(run)) + more)
+        while len(ranks := rank_processes(process)) < TWO_LONGER.ranks:
+            time.sleep(0.01)
+        time.sleep(rng.uniform(0, 2.0 if not more else 0.25))  # without a line to wait for it may be starting still
+        os.kill(rng.choice(ranks), signal.SIGKILL)
+        assert process.wait(60) != 0
+    run_to_end(TWO_LONGER.command(tiny_model, run))
+    assert_equal_runs(undisturbed(TWO_LONGER), run, TWO_LONGER.flags(tiny_model, run))
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_a_rollout_that_fails_on_one_rank_ends_all_with_its_error_and_no_success(undisturbed, tiny_model, tmp_path):
+    """Bug row 17: a crash of the rollout that was reported as finished training."""
+    run = tmp_path / "run"
+    words = TWO.command(tiny_model, run, DRIVER + FAULTY + "kv4rl.train.main(sys.argv[1:])\n")
+    done = subprocess.run(words, capture_output=True, text=True, timeout=60)
+    assert done.returncode != 0 and "this rollout failed" in done.stderr
+    assert 0 < len(read_metrics(run)) < TWO.updates + 1
+    run_to_end(TWO.command(tiny_model, run))
+    assert_equal_runs(undisturbed(TWO), run, TWO.flags(tiny_model, run))
 
 
 @pytest.mark.slow
