@@ -23,6 +23,7 @@ from kv4rl.results import RESULTS, latest, read_rows, result_row, write_rows
 from kv4rl.train_rows import CURVES, FILE, START, usual
 from kv4rl.viz.names import PRECISION_NAMES
 
+SHAPE = re.compile(r"([^/@]+)(?:/([a-z_0-9.]+=[^@]*))?(?:@(\d+))?")
 SCORES = ("reward_last", "accuracy")  # what "falls behind" is judged by, each by itself
 
 
@@ -57,7 +58,7 @@ class Band:
 
 
 def band(values: Iterable[float]) -> Band:
-    """Student's t interval of the mean over seeds. Raises ValueError without values, or with more than 12."""
+    """Student's t interval of the mean over seeds. Raises ValueError without values."""
     values = np.asarray(list(values), dtype=float)
     require(len(values) > 0, "values", len(values), "one or more")
     mean = float(values.mean())
@@ -78,24 +79,39 @@ def read_runs(*, model: str = "mini-qwen3", directory: Path = RESULTS, file: str
     machines: dict[str, dict[str, Setting]] = {}
     for row in rows:
         if row["experiment"] in ("train", "curve") and row["arm"] in PRECISIONS:
-            seed, setting, update = _parts(row["shape"])
+            seed, setting, update = _parts(row)
             found = machines.setdefault(setting, {}).setdefault(row["hardware"], {})
             run = found.setdefault(row["arm"], {}).setdefault(seed, Run())
             run.row = row
             if update is None:
-                run.ends[row["metric"]] = float(row["value"])
+                run.ends[row["metric"]] = _number(row)
             else:
-                run.curve.setdefault(update, {})[CURVES[row["metric"]][0]] = float(row["value"])
+                known = f"one of {', '.join(CURVES)} of an update"
+                require(row["metric"] in CURVES, "metric", row["metric"], known)
+                run.curve.setdefault(update, {})[CURVES[row["metric"]][0]] = _number(row)
     # max keeps the first of equals, so the later machines go first.
     chosen = {setting: max(reversed(by_machine.values()), key=_weight) for setting, by_machine in machines.items()}
     return {setting: {p: runs[p] for p in PRECISIONS if p in runs} for setting, runs in chosen.items()}
 
 
-def _parts(shape: str) -> tuple[str, str, int | None]:
-    """`seed1/updates=30@7` -> "seed1", "updates=30", 7."""
-    run, _, update = shape.partition("@")
-    seed, _, setting = run.partition("/")
-    return seed, setting, int(update) if update else None
+def _parts(row: Mapping[str, str]) -> tuple[str, str, int | None]:
+    """Of shape `seed1/updates=30@7`: "seed1", "updates=30", 7."""
+    found = SHAPE.fullmatch(row["shape"])
+    expected = "as seed1/updates=30@7: a seed, what is not the preset's, an update"
+    require(found is not None, "shape", row["shape"], expected)
+    seed, setting, update = found.groups()
+    return seed, setting or "", int(update) if update else None
+
+
+def _number(row: Mapping[str, str]) -> float:
+    """The value of a row, which a cut file may lack."""
+    try:
+        value = float(row["value"])
+    except (TypeError, ValueError):
+        value = math.nan
+    where = f"value of {row['arm']} {row['shape']} {row['metric']}"
+    require(math.isfinite(value), where, row["value"], "a finite number")
+    return value
 
 
 def _weight(setting: Setting) -> tuple[int, str]:

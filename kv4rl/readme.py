@@ -203,7 +203,8 @@ def today(rows: Path = RESULTS) -> str:
         shape = f"{row['model']}, {row['prompts x tokens + new']} new tokens"
         if row["engine"] in PRECISIONS:
             answered.add(shape)
-        ratios = [f"{row[over]} {over}" for over in ("over generate", "over generate_batch") if row[over] != "-"]
+        overs = ("over generate", "over generate_batch")
+        ratios = [f"{over} {row[over]}" for over in overs if row[over] != "-"]
         said = "" if row["engine"].startswith("transformers") or not ratios else f" ({', '.join(ratios)})"
         lines.setdefault(shape, []).append(f"{row['engine']} {row['tokens/s']}{said}")
     told = [f"- {shape}: {', '.join(cells)}" for shape, cells in lines.items() if shape in answered]

@@ -5,6 +5,7 @@ import importlib
 import sys
 
 from kv4rl.cli import interruptible, one_sentence
+from kv4rl.config import InputError
 from kv4rl.engine.memory import PlanTooLarge
 from kv4rl.ranks import leaving_lost_peers
 
@@ -29,7 +30,11 @@ def main(arguments: list[str] | None = None) -> None:
     parser.add_argument("bench", choices=tuple(BENCHES))
     name = parser.parse_args(arguments[:1]).bench
     program = f"kv4rl.bench {name}"
-    with leaving_lost_peers(), interruptible(program), one_sentence(program, kinds=(PlanTooLarge,), status=1):
+    with (
+        leaving_lost_peers(),
+        interruptible(program),
+        one_sentence(program, kinds=(PlanTooLarge, InputError), status=1),
+    ):
         importlib.import_module(BENCHES[name]).main(arguments[1:])
 
 

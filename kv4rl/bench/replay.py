@@ -33,7 +33,7 @@ from kv4rl.config import LARGEST, require, require_number
 from kv4rl.device import choose_device
 from kv4rl.model.communicator import init_mesh, make_communicator
 from kv4rl.model.decoder import Decoder
-from kv4rl.model.shapes import SHAPES, random_model
+from kv4rl.model.shapes import SHAPES, random_model, shape_config
 from kv4rl.results import result_row, write_rows
 
 TABLE_ARMS = ("bf16", "kv8", "kv4", "kv4rl", "fp8_kv", "w8a8", "w4a16", "bf16_repeat")
@@ -110,8 +110,10 @@ def rows(times: Times, whole: set[str], model: str) -> list[dict]:
 def states_of(options: argparse.Namespace) -> list[State]:
     """What the options ask for: states given by hand, or the model's part of Table A3 and of §B.5."""
     if options.shapes:
-        shapes = list(dict.fromkeys(options.shapes))
-        return [uniform("+".join(shapes), *pair) for pair in parse_shapes(shapes)]
+        pairs, positions = list(dict.fromkeys(parse_shapes(options.shapes))), shape_config(options.model).max_positions
+        longest = max(context for _, context in pairs)
+        require(longest <= positions, "shapes", options.shapes, f"at most {positions} positions, the model's")
+        return [uniform("+".join(f"{batch}x{context}" for batch, context in pairs), *pair) for pair in pairs]
     require(options.model in SHAPES, "model", options.model, f"one of {', '.join(SHAPES)}, or --shapes of its own")
     size = options.model.removeprefix("qwen3-")
     known = list(dict.fromkeys(state.group for state in table_a3(size)))

@@ -6,6 +6,8 @@ Two comparisons on one engine, or on the replicas that torchrun's processes make
   step time by CUDA events (§B.3); the curves behind them go to a second file, "_trace" (`bench/trace_bins.py`);
 - precisions: partial collection under one memory budget. Each format first gets the pages that the budget buys it
   (execution and capacity together), then BF16's pages (execution alone); the quotient is the capacity's share.
+  `--bf16-pages` lowers the budget until it buys BF16 so many, as §B.3 pins them: 83,022 for 1,024 requests, say, or an
+  eighth of them for 128. On CUDA FlashInfer's workspace, 0.5 GB, is of BF16's budget; the others have it in pages.
 
 Lengths are forced to a fit of `rollout/fits.py`, so weights may be random: `--model qwen3-4b` and `qwen3-8b` build the
 true shape without any file. `--shrink` divides all lengths, for small models. On CUDA the unquantised arm decodes
@@ -31,6 +33,7 @@ from kv4rl.bench.forced_rollout import forced_rollout, require_flags
 from kv4rl.bench.outcome import Outcome, gains, over_replicas, rows, table
 from kv4rl.bench.refusals import require_counts, require_flashinfer
 from kv4rl.bench.trace_bins import binned, write_bins
+from kv4rl.cache.main_cache import pages_for
 from kv4rl.cache.memory_plan import HBMPlan
 from kv4rl.cli import one_sentence
 from kv4rl.config import PAGE_TOKENS, PRECISIONS, KVConfig, RolloutConfig, require, require_integer
@@ -87,8 +90,11 @@ class Setting:
     say: Callable[[str], None]
 
     def pages(self, precision: str) -> int:
-        """What the budget buys a format. Raises `ValueError`, item by item, if it buys none."""
-        return self.plan(precision).cache.pages
+        """What the budget buys a format. Raises `ValueError`, item by item, if it buys none, or not one response."""
+        pages, rollout = self.plan(precision).cache.pages, self.rollout
+        longest = pages_for(rollout.max_prompt_tokens + rollout.max_response_tokens)
+        require(pages >= longest, f"pages of {precision}", pages, f"at least {longest}, of the longest response")
+        return pages
 
     def plan(self, precision: str) -> HBMPlan:
         flashinfer = decodes_baseline(precision, self.decoder.device)

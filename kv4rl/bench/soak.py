@@ -80,7 +80,9 @@ class Soak:
             getattr(self, f"_{names[self.rng.choice(len(names), p=chances / chances.sum())]}")()
         self._pause()
         if not preempted:
-            raise SoakFailure(f"nobody was preempted in {self.counts['steps']} steps: take fewer --pages")
+            raise SoakFailure(
+                f"nobody was preempted in {self.counts['steps']} steps: take fewer --pages or a larger --longest"
+            )
 
     def _add(self) -> None:
         half, vocabulary = self.config.max_prompt_tokens, self.engine.decoder.config.vocab_size

@@ -104,7 +104,7 @@ def ours(decoder: Decoder, precision: str, prompts: list[list[int]], most_tokens
     rollout = RolloutConfig(
         max_prompt_tokens=len(prompts[0]), max_response_tokens=most_tokens, max_active_requests=count,
         step_tokens=max(STEP_TOKENS, count), workspace_tokens=max(4 * STEP_TOKENS, longest),
-        cache_pages=count * pages_for(longest),
+        cache_pages=count * (pages_for(longest) + 1),  # one more: who is admitted leaves each resident room to grow
     )  # fmt: skip
     # Prompts enter, and so end, STEP_TOKENS at a time: these are the batches there are.
     wave = max(1, STEP_TOKENS // len(prompts[0]))

@@ -137,4 +137,5 @@ class BatchingEngine(ABC):
             raise RuntimeError(
                 f"{resident} requests still hold K/V of policy_version {self.policy_version}: pause first"
             )
-        require(version >= self.policy_version, "version", version, f"at least {self.policy_version}, the one in use")
+        newer = isinstance(version, int) and version >= self.policy_version
+        require(newer, "version", version, f"an integer of at least {self.policy_version}, the one in use")

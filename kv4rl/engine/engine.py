@@ -52,6 +52,8 @@ def _require_fitting(decoder, kv, rollout, eos_token_ids: Sequence[int]) -> None
     vocabulary = decoder.config.vocab_size
     for token in token_ids(eos_token_ids, "eos_token_ids"):
         require(0 <= token < vocabulary, "eos_token_ids", token, f"a token id below the vocabulary's {vocabulary}")
+    planned = "pages (0 stands for what plan_engine makes of a memory budget: `within` puts them here)"
+    require(rollout.cache_pages >= 1, "rollout.cache_pages", rollout.cache_pages, planned)
     require_protected_fits(kv, decoder.config.max_positions)
 
 
@@ -286,7 +288,8 @@ class RolloutEngine(BatchingEngine):
         self._noise[entry.slot] = noise_key(self._sampling.seed, request.prompt_id, request.sibling)
         if self._forced_lengths is not None:
             length = self._forced_lengths(request)
-            require(length >= 1, f"forced length of {request.label}", length, "an integer >= 1")
+            whole = isinstance(length, int | np.integer) and length >= 1
+            require(whole, f"forced length of {request.label}", length, "an integer >= 1")
             self._ends[entry.slot] = len(request.prompt_tokens) + length
 
     def _require_finite(self, plan: StepPlan, logps: list[float]) -> None:

@@ -1,6 +1,7 @@
 """Sampling noise as a function, not a generator: one uniform per (run seed, prompt id, sibling, position).
 
-A response then depends neither on its batch, nor on its replica, nor on the order of scheduling (design decision 6).
+A response then depends neither on its batch, nor on its replica, nor on the order of scheduling (design decision 6);
+where a quantised cache preempts it, its prefix is computed again, unquantised, and later tokens may differ by that.
 """
 
 from hashlib import blake2b

@@ -32,7 +32,7 @@ class Request:
     """A response under way (§A.1). Preemption, pauses and policy updates never change what `append` recorded.
 
     `max_response_tokens` is the cap over all collection intervals together. `priority` orders admission and
-    preemption: a lower tuple runs first and is preempted last; set it before the engine's `add`.
+    preemption: a lower tuple of numbers runs first and is preempted last; set it before the engine's `add`.
     """
 
     prompt_id: str
@@ -53,6 +53,7 @@ class Request:
         require_integer(self.sibling, "sibling", 0)
         require_integer(self.max_response_tokens, "max_response_tokens", 0)
         self.prompt_tokens = token_ids(self.prompt_tokens, f"prompt_tokens of {self.label}")
+        self.eos_token_ids = tuple(token_ids(self.eos_token_ids, f"eos_token_ids of {self.label}"))
 
     @property
     def context_tokens(self) -> int:

@@ -30,7 +30,7 @@ class Limits:
     def __post_init__(self):
         for name in ("slots", "workspace_tokens", "max_prompt_tokens"):
             require(getattr(self, name) >= 1, name, getattr(self, name), "an integer >= 1")
-        expected = f"at least max_active_requests ({self.slots}), so that every resident request moves in every step"
+        expected = f"at least max_active_requests ({self.slots}), so that every decoding request moves in every step"
         require(self.step_tokens >= self.slots, "step_tokens", self.step_tokens, expected)
 
 
@@ -156,6 +156,10 @@ class Scheduler:
             raise ValueError(f"{request.label} is already in the engine ({request.status.value})")
         expected = f"waiting: {request.label} takes no more tokens"
         require(request.status is RequestStatus.WAITING, "status", request.status.value, expected)
+        numbers = isinstance(request.priority, tuple) and all(
+            isinstance(part, int | float) for part in request.priority
+        )
+        require(numbers, f"priority of {request.label}", request.priority, "a tuple of numbers")
         self.check_fits(request)
         entry = Entry(request, (request.priority, self._arrivals))
         self._arrivals += 1

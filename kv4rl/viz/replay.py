@@ -92,22 +92,38 @@ def _windows(arms: Mapping[str, float]) -> list[tuple[int, str]]:
     return sorted(widths.items())
 
 
-def window_speedups(rows: Rows) -> list[dict[str, str]]:
-    """Fig. A3b,d as a table: heterogeneous states, speedup of each recent width and its share of KV4's throughput."""
+OTHER_ARMS = {name: shown for name, (shown, _) in ARMS.items() if name != "kv4rl"} | {
+    "kv4rl_bf16": "KV4, protected positions in BF16"
+}
+
+
+def other_speedups(rows: Rows) -> list[dict[str, str]]:
+    """Fig. A3b,d as a table, and what else was replayed off Table A3: speedups, and shares of KV4's throughput.
+
+    One dict a group of states, model and arm; KV4-RL's arms by recent width.
+    """
     lines, kept = [], speedups(rows, "retention_vs_kv4")
     for (group, model), arms in speedups(rows).items():
-        if not group.startswith("ragged"):
+        if group in REPLAY_SHAPES:
             continue
-        for width, arm in _windows(arms):
-            line = {"states": group, "ours at": f"TP{of_model({'model': model})[1]}", "recent positions": str(width)}
-            line["speedup over BF16"] = f"{arms[arm]:.2f}x"
+        named = [(arm, "KV4-RL", str(width)) for width, arm in _windows(arms)]
+        named += [(arm, shown, "") for arm, shown in OTHER_ARMS.items() if arm in arms]
+        for arm, shown, width in named:
+            line = {"states": group, "ours at": f"TP{of_model({'model': model})[1]}", "cache or weights": shown}
+            line |= {"recent positions": width, "speedup over BF16": f"{arms[arm]:.2f}x"}
             share = kept.get((group, model), {}).get(arm)
             line["share of KV4's throughput"] = f"{share:.1%}" if share else "-"
-            paper = (
-                PUBLISHED[f"ragged/{group[-2:].lower()}/retention_vs_kv4"].value if width == DEFAULT_WINDOW else None
+            paper = PUBLISHED.get(f"ragged/{group[-2:].lower()}/retention_vs_kv4")
+            lines.append(
+                line | {"paper's share": f"{paper.value:g}%" if paper and width == str(DEFAULT_WINDOW) else ""}
             )
-            lines.append(line | {"paper's share": f"{paper:g}%" if paper else ""})
     return lines
+
+
+def unmeasured(rows: Rows) -> list[str]:
+    """Names of the arms of Fig. 3b and A2 that have no speedup at any checkpoint of Table A3."""
+    there = {arm for (group, _), arms in speedups(rows).items() if group in REPLAY_SHAPES for arm in arms}
+    return [name for arm, (name, _) in ARMS.items() if arm not in there]
 
 
 ORDER = ("fp8_kv", "kv8", "kv4")  # Fig. A2: each above the one before
@@ -160,12 +176,11 @@ def predicted_and_measured(rows: Rows) -> go.Figure:
     """Milliseconds of a decode step at Table A3's states: `StepCost` against the replay, one dot a state and format."""
     figure, largest = go.Figure(), 1.0
     for precision in PRECISIONS:
-        points = []
-        for row in rows:
-            group, _, name = row["shape"].partition("/")
-            timed = row["experiment"] == "replay" and row["metric"] == "decode_replay_ms" and row["arm"] == precision
-            if timed and group in REPLAY_SHAPES:
-                points.append((predicted_ms(row), float(row["value"]), f"{row['model']}, {group}, {name}"))
+        points = [
+            (predicted_ms(row), float(row["value"]), f"{row['model']}, {row['shape'].replace('/', ', ')}")
+            for row in _timed(rows)
+            if row["arm"] == precision
+        ]
         if points:
             x, y, text = zip(*points, strict=True)
             largest = max(largest, *x, *y)
@@ -177,6 +192,31 @@ def predicted_and_measured(rows: Rows) -> go.Figure:
     figure.update_yaxes(title_text="measured, ms")
     figure.update_layout(height=460, width=640)
     return figure
+
+
+def over_predicted(rows: Rows) -> list[dict[str, str]]:
+    """Mean quotient of measured and predicted step at Table A3's states: one dict a model, a column a format."""
+    found: dict[tuple[str, int], dict[str, list[float]]] = {}
+    for row in _timed(rows):
+        found.setdefault(of_model(row), {}).setdefault(row["arm"], []).append(float(row["value"]) / predicted_ms(row))
+    return without_empty_columns(
+        [
+            {"model": model, "ours at": f"TP{size}"}
+            | {PRECISION_NAMES[p]: f"{sum(arms[p]) / len(arms[p]):.2f}" if p in arms else "-" for p in PRECISIONS}
+            for (model, size), arms in sorted(found.items())
+        ]
+    )
+
+
+def _timed(rows: Rows) -> list[Mapping[str, str]]:
+    """The rows of whole steps, by cache format, at states of Table A3."""
+    return [
+        row
+        for row in rows
+        if (row["experiment"], row["metric"]) == ("replay", "decode_replay_ms")
+        and row["arm"] in PRECISIONS
+        and row["shape"].partition("/")[0] in REPLAY_SHAPES
+    ]
 
 
 def predicted_ms(row: Mapping[str, str]) -> float:

@@ -85,9 +85,9 @@ def overhead_rows(rows: Rows) -> list[dict[str, str]]:
 
 def today_rows(rows: Rows) -> list[dict[str, str]]:
     """One dict a model, shape and arm of `today.csv`: tokens a second, and the ratios to transformers' `generate` and
-    `generate_batch`, each taken within a run."""
+    `generate_batch`, each taken within a run; with its commit where that is not the run of the tokens."""
     engine = itemgetter("model", "shape", "arm")
-    found = {(*engine(row), row["metric"]): float(row["value"]) for row in rows}
+    found = {(*engine(row), row["metric"]): row for row in rows}
     lines = []
     for row in rows:
         if row["metric"] != "tokens_per_s":
@@ -96,7 +96,10 @@ def today_rows(rows: Rows) -> list[dict[str, str]]:
         line["tokens/s"] = f"{float(row['value']):,.0f}"
         for baseline in ("generate", "generate_batch"):
             ratio = found.get((*engine(row), f"speedup_vs_{baseline}"))
-            line[f"over {baseline}"] = f"{ratio:.1f}x" if ratio else "-"
+            of_another = ratio and (ratio["commit"], ratio["command"]) != (row["commit"], row["command"])
+            line[f"over {baseline}"] = (
+                f"{float(ratio['value']):.1f}x" + (f" at {ratio['commit']}" if of_another else "") if ratio else "-"
+            )
         lines.append(line)
     return lines
 

@@ -40,4 +40,7 @@ def test_the_baseline_attends_to_the_dequantised_cache(arm, monkeypatch):
 def test_without_a_gpu_it_ends_with_one_sentence(capsys):
     with pytest.raises(SystemExit) as ended:
         main(["error"])
-    assert "device='cuda': expected one of auto, cpu" in capsys.readouterr().err and ended.value.code == 2
+    assert (
+        "device='cuda': expected cpu: this machine has no CUDA device" in capsys.readouterr().err
+        and ended.value.code == 2
+    )

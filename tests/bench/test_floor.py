@@ -24,7 +24,9 @@ def test_the_floor_is_the_sum_of_the_parts_and_rows_name_the_state():
         (["--tp", "0"], "tp=0: expected an integer >= 1"),
         (["--model", "mini-qwen3"], "model='mini-qwen3': expected one of qwen3-4b, qwen3-8b"),
         (["--shapes", "4"], "shapes=['4']: expected batch x context"),
-        pytest.param(["--shapes", "4x9"], "device='cuda': expected one of auto, cpu", marks=no_cuda),
+        pytest.param(
+            ["--shapes", "4x9"], "device='cuda': expected cpu: this machine has no CUDA device", marks=no_cuda
+        ),
     ],
 )
 def test_bad_input_ends_with_one_sentence(words, message, capsys):

@@ -38,7 +38,9 @@ def test_overhead_writes_the_step_of_engine_and_replay(tmp_path, capsys):
         (["--shapes", "9999999999x1"], "expected batches of at most 1048576"),
         (["--out", "/proc/none/rollout.csv"], "/proc/none"),
         (["--tp", "2"], "tensor_parallel=2: expected 1, or a multiple of 2 processes started with torchrun"),
-        pytest.param(["--device", "cuda"], "device='cuda': expected one of auto, cpu", marks=no_cuda),
+        pytest.param(
+            ["--device", "cuda"], "device='cuda': expected cpu: this machine has no CUDA device", marks=no_cuda
+        ),
     ],
 )
 def test_wrong_words_end_with_one_sentence(words, message, capsys):

@@ -8,7 +8,7 @@ import torch
 from torch import nn
 
 from kv4rl.bench.__main__ import main
-from kv4rl.bench.replay import aggregates, fitting, rows
+from kv4rl.bench.replay import aggregates, fitting, parse, rows, states_of
 from kv4rl.bench.replay_arm import ARMS, GREEDY, Replay, argmax
 from kv4rl.bench.replay_states import (
     HETEROGENEOUS,
@@ -193,6 +193,11 @@ def test_more_processes_than_one_group_are_refused(bench, capsys, monkeypatch):
     assert "tp=2: expected 4, the number of processes" in capsys.readouterr().err and ended.value.code == 2
 
 
+def test_one_shape_written_twice_is_one_state():
+    (state,) = states_of(parse([*SMALL[1:], "--shapes", "4x40", "04x40"]))
+    assert (state.group, state.name) == ("4x40", "4x40")
+
+
 def test_arms_cover_the_papers_figures():
     assert {"bf16", "kv8", "kv4", "kv4rl", "fp8_kv", "w8a8", "w4a16", "kv4rl_w16", "kv4rl_w512"} <= set(ARMS)
 
@@ -208,10 +213,13 @@ def test_arms_cover_the_papers_figures():
         (["--warmups", "-1"], "warmups=-1: expected an integer >= 0"),
         (["--hbm-gb", "0"], "hbm-gb=0.0: expected a number > 0"),
         (["--hbm-gb", "6"], "hbm-gb=6.0: expected room for the model (0.00474 GB), 6 GB besides and at least one"),
-        (["--shapes", "2x100000000"], "hbm-gb=138.0: expected room for"),
+        (["--shapes", "1000000x2000"], "hbm-gb=138.0: expected room for"),
+        (["--shapes", "2x9", "2x5000"], "shapes=['2x9', '2x5000']: expected at most 2048 positions"),
         (["--tp", "0"], "tp=0: expected an integer >= 1"),
         (["--tp", "2"], "tensor_parallel=2: expected 1, or a multiple of 2 processes started with torchrun"),
-        pytest.param(["--device", "cuda"], "device='cuda': expected one of auto, cpu", marks=no_cuda),
+        pytest.param(
+            ["--device", "cuda"], "device='cuda': expected cpu: this machine has no CUDA device", marks=no_cuda
+        ),
     ],
 )
 def test_bad_input_ends_with_one_sentence(words, message, capsys):

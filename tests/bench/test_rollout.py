@@ -60,6 +60,13 @@ def test_a_pinned_pool_gives_the_others_what_its_bytes_buy(tmp_path, capsys):
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["gains"]["4B-300/400, 40 BF16 pages"]
 
 
+def test_lengths_without_a_pure_decode_step_end_with_a_sentence(tmp_path, capsys):
+    words = ["--shrink", "1000000", "--parts", "precisions", "--precisions", "kv4", "--out", str(tmp_path / "r.csv")]
+    with pytest.raises(SystemExit, match="1"):
+        main([*SMALL, *words])
+    assert "error: trace=0: expected at least one pure-decode call" in capsys.readouterr().err
+
+
 def test_gains_are_quotients_of_summed_collection_times():
     found = {
         ("bf16", "own pages"): Outcome({}, [4.0, 6.0]),
@@ -86,6 +93,7 @@ def test_gains_are_quotients_of_summed_collection_times():
         (["--out", "/proc/none/rollout.csv"], "/proc/none"),
         (["--hbm-gb", "nan"], "hbm-gb=nan: expected a number > 0"),
         (["--seed", "-1"], "seed=-1: expected an integer >= 0"),
+        (["--bf16-pages", "1"], "pages of bf16=1: expected at least "),
         (["--bf16-pages", "0"], "bf16-pages=0: expected an integer >= 1"),
         (["--bf16-pages", "9000000"], "bf16-pages=9000000: expected at most "),
     ],

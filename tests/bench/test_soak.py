@@ -75,7 +75,9 @@ def test_a_page_that_nobody_holds_is_found(make_soak):
         (["--longest", "100000"], "longest=100000: expected at most the model's 2048 positions"),
         (["--slots", "1"], "slots=1: expected an integer >= 2"),
         (["--seed", "-1"], "seed=-1: expected an integer >= 0"),
-        pytest.param(["--device", "cuda"], "device='cuda': expected one of auto, cpu", marks=no_cuda),
+        pytest.param(
+            ["--device", "cuda"], "device='cuda': expected cpu: this machine has no CUDA device", marks=no_cuda
+        ),
     ],
 )
 def test_bad_input_ends_with_one_sentence_before_any_work(words, message, capsys, monkeypatch):

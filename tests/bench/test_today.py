@@ -30,6 +30,21 @@ def test_every_arm_generates_and_is_set_against_generate(tmp_path, capsys):
     assert json.loads(printed.splitlines()[-1])["tokens_per_s"].keys() == rate.keys()
 
 
+@pytest.mark.parametrize(("prompt_tokens", "new_tokens"), [(1, 15), (17, 15), (100, 12)])
+def test_all_requests_are_active_whatever_share_of_a_page_they_end_in(prompt_tokens, new_tokens, monkeypatch):
+    """Of prompts that fill as many pages as their responses end in, half waited for the others."""
+    active, step = [0], today.RolloutEngine.step
+
+    def watched(engine):
+        finished = step(engine)
+        active.append(engine.last_step.active_requests)
+        return finished
+
+    monkeypatch.setattr(today.RolloutEngine, "step", watched)
+    today.ours(random_model("mini-qwen3"), "kv4", [[3] * prompt_tokens] * 12, new_tokens)(new_tokens)
+    assert max(active) == 12
+
+
 def test_the_baselines_compute_what_our_decoder_computes():
     decoder = random_model("mini-qwen3", dtype=torch.float32)
     model = today.transformers_model(decoder)
@@ -86,7 +101,9 @@ def test_without_a_gpu_the_model_is_one_that_a_cpu_can_run():
         (["--prompts", "10000000"], "prompts x tokens=150000000: expected at most 16777216"),
         (["--out", "/proc/none/today.csv"], "/proc/none"),
         (["--seed", "-1"], "seed=-1: expected an integer >= 0"),
-        pytest.param(["--device", "cuda"], "device='cuda': expected one of auto, cpu", marks=no_cuda),
+        pytest.param(
+            ["--device", "cuda"], "device='cuda': expected cpu: this machine has no CUDA device", marks=no_cuda
+        ),
     ],
 )
 def test_bad_input_ends_with_one_sentence(words, message, capsys):

@@ -212,6 +212,26 @@ def test_an_empty_response_carries_no_token_and_still_counts(make_fake, make_req
     engine.check_drained()
 
 
+@pytest.mark.parametrize("priority", [3, None, ("late",), [1]])
+def test_a_priority_that_orders_nothing_is_refused_and_leaves_no_trace(make_fake, make_request, run, priority):
+    """It stayed among the requests and in no queue: the engine had unfinished work for ever."""
+    engine, good, bad = make_fake(length=3), make_request("good"), make_request("bad")
+    engine.add(good)
+    bad.priority = priority
+    with pytest.raises(ValueError, match=r"priority of request 'bad' sibling \d+=.*expected a tuple of numbers"):
+        engine.add(bad)
+    assert run(engine) == [good] and not engine.has_unfinished
+    engine.check_drained()
+
+
+@pytest.mark.parametrize("wrong", [3, None, "3", (1.5,)])
+def test_end_of_sequence_ids_that_are_no_list_of_ids_are_refused_at_once(wrong):
+    """An int was taken, and broke a step after it had recorded tokens."""
+    with pytest.raises(ValueError, match="eos_token_ids of request 'p' sibling 0"):
+        Request("p", 0, [5], 4, wrong)
+    assert Request("p", 0, [5], 4, [1, 2]).eos_token_ids == (1, 2)
+
+
 def test_an_empty_prompt_is_refused(make_fake, make_request):
     with pytest.raises(ValueError, match="at least one token"):
         make_fake().add(make_request(prompt=[]))
@@ -242,8 +262,9 @@ def test_memory_is_not_released_while_requests_still_run(make_fake, make_request
     engine.pause()
     engine.update_weights()
     assert engine.policy_version == 1
-    with pytest.raises(ValueError, match="at least 1"):
-        engine.update_weights(version=0)
+    for version in (0, 2.5, "2"):
+        with pytest.raises(ValueError, match="at least 1"):
+            engine.update_weights(version=version)
 
 
 def test_a_leak_is_named(make_fake, make_request):

@@ -5,6 +5,7 @@ import math
 import pytest
 
 from kv4rl.evaluation import avg_at_k, pass_at_k, spread, table_row
+from kv4rl.evaluation.metrics import t_95
 
 CORRECT = [[1, 0, 0, 1], [0, 0, 0, 0], [1, 1, 1, 1]]  # c = 2, 0, 4
 
@@ -46,3 +47,11 @@ def test_mean_averages_tasks_within_a_seed_before_spreading_over_seeds():
 def test_seeds_with_different_tasks_are_refused():
     with pytest.raises(ValueError, match="tasks of seed 43"):
         table_row({42: {"a": 1.0}, 43: {"b": 1.0}})
+
+
+@pytest.mark.parametrize(("count", "expected"), [(2, 12.706), (12, 2.201), (13, 2.179), (20, 2.093), (31, 2.042)])
+def test_students_t_is_that_of_the_tables_beyond_them_too(count, expected):
+    """Thirteen seeds of one setting had a whole report refused."""
+    assert t_95(count) == pytest.approx(expected, abs=6e-4)
+    with pytest.raises(ValueError, match="seeds=1: expected 2 or more"):
+        t_95(1)

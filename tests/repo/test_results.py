@@ -69,3 +69,15 @@ def test_stored_rows_of_several_gpus_are_started_by_torchrun():
     rows = [row for path in results.RESULTS.glob("*.csv") for row in results.read_rows(path)]
     several = [row["command"] for row in rows if row["hardware"].startswith("2x ")]
     assert several and all(command.startswith("torchrun --nproc-per-node 2 -m kv4rl") for command in several)
+
+
+def test_every_stored_speedup_of_a_replay_has_the_steps_behind_it():
+    """Four aggregates of a run by hand had none, and their command named an arm without any row."""
+    rows = results.read_rows("replay.csv", experiment="replay")
+    timed = {(row["arm"], row["model"], row["shape"].partition("/")[0]) for row in rows if "/" in row["shape"]}
+    aggregates = [row for row in rows if row["metric"] in ("speedup_vs_bf16", "retention_vs_kv4")]
+    bare = [row for row in aggregates if (row["arm"], row["model"], row["shape"]) not in timed]
+    assert aggregates and not bare
+    known = {"decode_replay_ms", "decode_replay_median_ms", "speedup_vs_bf16", "retention_vs_kv4"}
+    floor = {"products_ms", "attention_ms", "sums_ms", "floor_ms", "forward_ms", "over_floor"}
+    assert {row["metric"] for row in rows} <= known | floor, "what neither bench writes is no row of theirs"

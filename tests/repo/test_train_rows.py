@@ -105,6 +105,27 @@ def test_of_machines_with_as_many_runs_the_later_counts_and_its_own_start(run):
     assert learning.start_accuracy(directory=directory).mean == 0.5
 
 
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"value": "nan"}, "value of kv4 seed43 .*expected a finite number"),
+        ({"value": "abc"}, "value of kv4 seed43 .*'abc'"),
+        ({"shape": "seed43@x"}, "shape='seed43@x'"),
+        ({"shape": "seed43/foo"}, "shape='seed43/foo'"),
+        ({"shape": "seed43@1", "metric": "foo"}, "metric='foo'"),
+    ],
+)
+def test_a_row_that_says_nothing_of_a_run_is_named(run, changed, message):
+    config, lines, accuracy, directory = run
+    train_rows.record_run(config, lines, accuracy)
+    path = (directory / train_rows.FILE).resolve()
+    rows = read_rows(path)
+    last = next(row for row in reversed(rows) if "@" not in row["shape"])
+    write_rows(path, [*rows, last | changed])
+    with pytest.raises(ValueError, match=message):
+        learning.report(path)
+
+
 def test_start_judges_the_starting_model_and_trains_nothing(run, monkeypatch, capsys):
     """The same evaluator, problems and noise as for a trained policy; few of them here."""
     *_, directory = run

@@ -10,11 +10,13 @@ from kv4rl.viz.replay import (
     measured_windows,
     of_model,
     order_checks,
+    other_speedups,
+    over_predicted,
     predicted_and_measured,
     predicted_ms,
     replay_table,
+    unmeasured,
     window_figure,
-    window_speedups,
 )
 from kv4rl.viz.rollout import (
     collection_rows,
@@ -60,12 +62,22 @@ def test_checkpoints_come_in_the_papers_order_beside_its_kv4():
 
 
 def test_widths_are_in_order_and_only_the_papers_has_its_share():
-    lines = window_speedups(REPLAY)
-    assert [line["recent positions"] for line in lines] == ["16", "128", "512"]
-    assert [line["paper's share"] for line in lines] == ["", "94%", ""]
+    lines = other_speedups(REPLAY)
+    assert [line["recent positions"] for line in lines] == ["16", "128", "512", ""]
+    assert [line["paper's share"] for line in lines] == ["", "94%", "", ""]
+    assert lines[3]["cache or weights"] == "KV4"
     assert lines[1]["share of KV4's throughput"] == "93.6%"
     assert list(window_figure(REPLAY).data[0].x) == [16, 128, 512]
     assert measured_windows(REPLAY) == {("ragged-4B", "qwen3-4b"): [16, 128, 512]}
+
+
+def test_what_was_replayed_off_the_papers_checkpoints_is_listed_and_does_not_count_as_measured_at_them():
+    """W8A8 at one shape of one GPU had "not measured: nothing" printed above a table without it."""
+    aside = [row("w8a8", "320x1463", "speedup_vs_bf16", 0.9), row("kv4rl_bf16", "ragged-4B", "speedup_vs_bf16", 2.1)]
+    assert unmeasured([*REPLAY, *aside]) == ["KV4-RL", "FlashInfer FP8 KV", "FP8 W8A8", "W4A16"]
+    listed = {(line["states"], line["cache or weights"]): line for line in other_speedups([*REPLAY, *aside])}
+    assert listed["320x1463", "FP8 W8A8"]["speedup over BF16"] == "0.90x"
+    assert listed["ragged-4B", "KV4, protected positions in BF16"]["speedup over BF16"] == "2.10x"
 
 
 def test_kv4_is_a_line_also_where_one_width_was_measured():
@@ -86,6 +98,9 @@ def test_a_prediction_is_of_the_rows_own_state_format_and_gpus():
     whole = predicted_ms(timed | {"model": "qwen3-4b-tp1"})
     assert whole == pytest.approx(StepCost(QWEN3_4B, KVConfig("kv4rl"), tensor_parallel=1)(640, 640 * 874))
     assert predicted_and_measured(REPLAY).data[0].y == (17.0,)
+    assert over_predicted(REPLAY) == [
+        {"model": "qwen3-4b", "ours at": "TP2", "KV4-RL": f"{17 / predicted_ms(timed):.2f}"}
+    ]
 
 
 def test_collections_show_what_execution_and_capacity_gain():
@@ -114,17 +129,18 @@ def test_schedulers_ratios_stand_beside_the_papers_where_it_prints_them():
     assert [line["paper"] for line in scheduler_rows(rows)] == ["8.27", "drawn only"]
 
 
-def test_todays_engines_are_listed_with_their_ratios():
+def test_todays_engines_are_listed_with_their_ratios_and_the_commits_of_other_runs():
+    given = {"commit": "a1", "command": "today"}
     rows = [
-        row("kv4", "256x128+256", "tokens_per_s", 30000.0),
-        row("kv4", "256x128+256", "speedup_vs_generate", 15.2),
-        row("kv4", "256x128+256", "speedup_vs_generate_batch", 20.04),
-        row("bf16", "256x128+256", "tokens_per_s", 20000.0),
-        row("kv4", "256x128+256", "tokens_per_s", 9000.0, model="qwen3-8b"),
+        row("kv4", "256x128+256", "tokens_per_s", 30000.0, **given),
+        row("kv4", "256x128+256", "speedup_vs_generate", 15.2, **given),
+        row("kv4", "256x128+256", "speedup_vs_generate_batch", 20.04, **given | {"commit": "b2"}),
+        row("bf16", "256x128+256", "tokens_per_s", 20000.0, **given),
+        row("kv4", "256x128+256", "tokens_per_s", 9000.0, model="qwen3-8b", **given),
     ]
     kv4, bf16, larger = today_rows(rows)
     assert larger["model"] == "qwen3-8b" and larger["over generate"] == "-", "another model's ratio is not its own"
-    assert (kv4["tokens/s"], kv4["over generate"], kv4["over generate_batch"]) == ("30,000", "15.2x", "20.0x")
+    assert (kv4["tokens/s"], kv4["over generate"], kv4["over generate_batch"]) == ("30,000", "15.2x", "20.0x at b2")
     assert bf16["over generate"] == bf16["over generate_batch"] == "-"
 
 
