@@ -12,7 +12,8 @@ def choose_device(name: str) -> torch.device:
     """
     count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     there = ["cpu", *(["cuda"] if count else []), *(f"cuda:{index}" for index in range(count))]
+    expected = f"one of auto, {', '.join(there)} on this machine"
     if not count and str(name).startswith("cuda"):
-        require(False, "device", name, "cpu: this machine has no CUDA device that torch can use")
-    require(name in ("auto", *there), "device", name, f"one of auto, {', '.join(there)} on this machine")
+        expected = "cpu: this machine has no CUDA device that torch can use"
+    require(name in ("auto", *there), "device", name, expected)
     return torch.device(("cuda" if count else "cpu") if name == "auto" else name)

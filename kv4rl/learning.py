@@ -248,7 +248,7 @@ def start_accuracy(*, model: str = "mini-qwen3", directory: Path = RESULTS, file
     used = {run.row["hardware"] for by_seed in main_runs.values() for run in by_seed.values()}
     known = [row for row in rows if row["hardware"] in used]
     machine = latest(known or rows)["hardware"]
-    return band(float(row["value"]) for row in rows if row["hardware"] == machine)
+    return band(_number(row) for row in rows if row["hardware"] == machine)
 
 
 def lost_ground(
@@ -260,7 +260,7 @@ def lost_ground(
     """
     path = directory / file
     rows = read_rows(path.resolve(), arm=START, model=model) if path.exists() else []
-    before = {(row["hardware"], row["shape"]): float(row["value"]) for row in rows}
+    before = {(row["hardware"], row["shape"]): _number(row) for row in rows}
     found = {}
     for precision, runs in setting.items():
         start = {seed: before.get((run.row["hardware"], seed)) for seed, run in runs.items()}

@@ -71,13 +71,12 @@ def make_engine(decoder: Decoder, precision: str, batch: int, context: int, opti
 
 def prefill(engine: RolloutEngine, batch: int) -> float:
     """Run until all requests decode; prefill tokens a second of the steps that had any."""
-    seconds = tokens = 0
+    ms = tokens = 0
     while engine.last_step is None or engine.last_step.active_requests < batch:
-        begin = perf_counter()
         engine.step()
         if engine.last_step.prefill_tokens:
-            tokens, seconds = tokens + engine.last_step.prefill_tokens, seconds + perf_counter() - begin
-    return tokens / seconds
+            tokens, ms = tokens + engine.last_step.prefill_tokens, ms + engine.last_step.step_ms
+    return tokens / ms * 1e3
 
 
 def engine_ms(engine: RolloutEngine, overlap: bool, steps: int) -> tuple[float, float]:

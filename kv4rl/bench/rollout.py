@@ -184,14 +184,13 @@ class Arm:
 
 def arms(setting: Setting, options: argparse.Namespace) -> Iterator[Arm]:
     """Both collectors over the unquantised cache (Figs. 2, A1), then partial collection by format under one budget."""
-    shared = setting.pages("bf16")
     if "schedulers" in options.parts:
-        yield from (Arm(name, name, "bf16", shared) for name in COLLECTORS)
+        yield from (Arm(name, name, "bf16", setting.pages("bf16")) for name in COLLECTORS)
     for name in options.precisions if "precisions" in options.parts else ():
         if "own" in options.pages or name == "bf16":
             yield Arm((name, "own pages"), "partial", name, setting.pages(name))
         if "bf16" in options.pages and name != "bf16":
-            yield Arm((name, "bf16 pages"), "partial", name, shared)
+            yield Arm((name, "bf16 pages"), "partial", name, setting.pages("bf16"))
 
 
 def make_setting(options: argparse.Namespace, name: str, decoder: Decoder, ranks: Ranks, replica: Replica) -> Setting:
@@ -277,7 +276,8 @@ def main(arguments: list[str] | None = None) -> None:
             decoder = random_model(options.model, device=ranks.device, communicator=replica.communicator)
             settings = {name: make_setting(options, name, decoder, ranks, replica) for name in options.fits}
             for setting in settings.values():
-                for precision in options.precisions:
+                shared = ["bf16"] if "schedulers" in options.parts or "bf16" in options.pages else []
+                for precision in (*options.precisions, *shared):
                     setting.pages(precision)
         report(options, settings)
 

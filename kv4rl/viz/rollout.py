@@ -96,12 +96,14 @@ def today_rows(rows: Rows) -> list[dict[str, str]]:
         line["tokens/s"] = f"{float(row['value']):,.0f}"
         for baseline in ("generate", "generate_batch"):
             ratio = found.get((*engine(row), f"speedup_vs_{baseline}"))
-            of_another = ratio and (ratio["commit"], ratio["command"]) != (row["commit"], row["command"])
-            line[f"over {baseline}"] = (
-                f"{float(ratio['value']):.1f}x" + (f" at {ratio['commit']}" if of_another else "") if ratio else "-"
-            )
+            line[f"over {baseline}"] = _ratio(ratio, beside=row) if ratio else "-"
         lines.append(line)
     return lines
+
+
+def _ratio(row: Mapping[str, str], *, beside: Mapping[str, str]) -> str:
+    said, run = f"{float(row['value']):.1f}x", itemgetter("commit", "command")
+    return said if run(row) == run(beside) else f"{said} at {row['commit']}"
 
 
 def today_limit(today: Rows, rollout: Rows, replay: Rows) -> str:

@@ -9,7 +9,8 @@ from kv4rl.bench.__main__ import main
 from kv4rl.bench.carried import simulated_state
 from kv4rl.bench.outcome import Outcome, gains
 from kv4rl.bench.rollout import COLLECTORS, EOS, make_setting, parse, run
-from kv4rl.config import RolloutConfig
+from kv4rl.cache.memory_plan import page_bytes
+from kv4rl.config import KVConfig, RolloutConfig
 from kv4rl.model.shapes import random_model
 from kv4rl.ranks import Ranks
 from kv4rl.results import read_rows
@@ -55,9 +56,18 @@ def test_a_pinned_pool_gives_the_others_what_its_bytes_buy(tmp_path, capsys):
     words = ["--parts", "precisions", "--precisions", "bf16", "kv4", "--pages", "own", "--bf16-pages", "40"]
     main([*SMALL, *words, "--out", str(out)])
     pages = {row["arm"]: float(row["value"]) for row in read_rows(out, metric="cache_pages")}
-    assert pages["bf16"] == 40 and 3 * 40 < pages["kv4"] < 4 * 40 + 100
+    bytes_of = {name: page_bytes(KVConfig(name), random_model("mini-qwen3").cache_shape()) for name in pages}
+    assert pages["bf16"] == 40
+    assert 40 * bytes_of["bf16"] <= (pages["kv4"] + 1) * bytes_of["kv4"] <= 41 * bytes_of["bf16"] + bytes_of["kv4"]
     assert {row["shape"] for row in read_rows(out)} == {"4B-300/400, 40 BF16 pages"}
     assert json.loads(capsys.readouterr().out.splitlines()[-1])["gains"]["4B-300/400, 40 BF16 pages"]
+
+
+def test_a_pool_too_small_for_an_arm_that_is_not_run_stops_nobody(tmp_path):
+    """BF16's 2 pages do not hold the longest response; those that the budget buys KV4 do."""
+    words = ["--parts", "precisions", "--precisions", "kv4", "--pages", "own", "--bf16-pages", "2"]
+    main([*SMALL, *words, "--out", str(tmp_path / "rollout.csv")])
+    assert {row["arm"] for row in read_rows(tmp_path / "rollout.csv")} == {"kv4"}
 
 
 def test_lengths_without_a_pure_decode_step_end_with_a_sentence(tmp_path, capsys):
@@ -94,6 +104,7 @@ def test_gains_are_quotients_of_summed_collection_times():
         (["--hbm-gb", "nan"], "hbm-gb=nan: expected a number > 0"),
         (["--seed", "-1"], "seed=-1: expected an integer >= 0"),
         (["--bf16-pages", "1"], "pages of bf16=1: expected at least "),
+        (["--bf16-pages", "2", "--precisions", "kv4", "--pages", "own", "bf16"], "pages of bf16=2: expected at least "),
         (["--bf16-pages", "0"], "bf16-pages=0: expected an integer >= 1"),
         (["--bf16-pages", "9000000"], "bf16-pages=9000000: expected at most "),
     ],

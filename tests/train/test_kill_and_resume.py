@@ -223,6 +223,12 @@ def undisturbed(tiny_model, tmp_path_factory):
     return make
 
 
+def assert_goes_on_to_the_same_end(layout: Layout, model: str, run: Path, whole: Path) -> None:
+    """The same command goes on with a broken run, and ends as the one that nothing disturbed."""
+    run_to_end(layout.command(model, run))
+    assert_equal_runs(whole, run, layout.flags(model, run))
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(("layout", "rank"), [(TWO, 0), (TWO, 1), (FOUR, 3)])
@@ -233,8 +239,7 @@ def test_ranks_end_alike_though_one_of_them_was_killed(undisturbed, tiny_model, 
     wait_for_lines(process, broken, 4 - rank if layout is TWO else 3)
     os.kill(rank_processes(process)[rank], signal.SIGKILL)
     assert process.wait(60) != 0
-    run_to_end(layout.command(tiny_model, broken))
-    assert_equal_runs(undisturbed(layout), broken, layout.flags(tiny_model, broken))
+    assert_goes_on_to_the_same_end(layout, tiny_model, broken, undisturbed(layout))
 
 
 @pytest.mark.slow
@@ -250,8 +255,7 @@ def test_two_ranks_killed_at_random_moments_end_like_two_that_were_not(undisturb
         time.sleep(rng.uniform(0, 2.0 if not more else 0.25))  # without a line to wait for it may be starting still
         os.kill(rng.choice(ranks), signal.SIGKILL)
         assert process.wait(60) != 0
-    run_to_end(TWO_LONGER.command(tiny_model, run))
-    assert_equal_runs(undisturbed(TWO_LONGER), run, TWO_LONGER.flags(tiny_model, run))
+    assert_goes_on_to_the_same_end(TWO_LONGER, tiny_model, run, undisturbed(TWO_LONGER))
 
 
 @pytest.mark.slow
@@ -259,12 +263,11 @@ def test_two_ranks_killed_at_random_moments_end_like_two_that_were_not(undisturb
 def test_a_rollout_that_fails_on_one_rank_ends_all_with_its_error_and_no_success(undisturbed, tiny_model, tmp_path):
     """Bug row 17: a crash of the rollout that was reported as finished training."""
     run = tmp_path / "run"
-    words = TWO.command(tiny_model, run, DRIVER + FAULTY + "kv4rl.train.main(sys.argv[1:])\n")
+    words = TWO.command(tiny_model, run, FAULTY + MAIN)
     done = subprocess.run(words, capture_output=True, text=True, timeout=60)
     assert done.returncode != 0 and "this rollout failed" in done.stderr
     assert 0 < len(read_metrics(run)) < TWO.updates + 1
-    run_to_end(TWO.command(tiny_model, run))
-    assert_equal_runs(undisturbed(TWO), run, TWO.flags(tiny_model, run))
+    assert_goes_on_to_the_same_end(TWO, tiny_model, run, undisturbed(TWO))
 
 
 @pytest.mark.slow
