@@ -87,6 +87,12 @@ def _replays() -> list[Comparison]:
     found += [
         _replay_extreme("8b", *ends) for ends in (("fp8_kv", "lowest"), ("fp8_kv", "highest"), ("w8a8", "highest"))
     ]
+    where = {"arm": "bf16_repeat", "metric": "repeat_spread"}
+    given = _at_scale("qwen3-4b", "qwen3-4b") | {"of_all": max}
+    words = "decode replay, BF16 timed twice in a run, largest difference"
+    found.append(
+        Comparison("replay/bf16_repeat_spread", words, "replay.csv", where, "random weights, true shapes", **given)
+    )
     words = "decode replay, heterogeneous states"
     found.append(_replay("ragged/4b/kv4rl", "kv4rl", "ragged-4B", f"{words}, KV4-RL over BF16, 4B"))
     for size in ("4B", "8B"):

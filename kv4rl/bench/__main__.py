@@ -4,6 +4,8 @@ import argparse
 import importlib
 import sys
 
+from torch import OutOfMemoryError
+
 from kv4rl.cli import interruptible, one_sentence
 from kv4rl.config import InputError
 from kv4rl.engine.memory import PlanTooLarge
@@ -33,7 +35,7 @@ def main(arguments: list[str] | None = None) -> None:
     with (
         leaving_lost_peers(),
         interruptible(program),
-        one_sentence(program, kinds=(PlanTooLarge, InputError), status=1),
+        one_sentence(program, kinds=(PlanTooLarge, InputError, OutOfMemoryError), status=1),
     ):
         importlib.import_module(BENCHES[name]).main(arguments[1:])
 

@@ -108,6 +108,7 @@ def measure(decoder: Decoder, precision: str, batch: int, context: int, options:
     _collect(decoder)
     state = State("overhead", tuple(contexts.tolist()))
     replay = Replay(precision, decoder, [state])
+    replay.time(state, options.heat, 1)  # on a card as warm as the engine's steps found it
     found["decode_replay_ms"] = statistics.fmean(replay.time(state, 2 * options.steps, WARMUPS))
     del replay
     _collect(decoder)
@@ -136,12 +137,14 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--precisions", nargs="+", default=["bf16", "kv4rl"], choices=PRECISIONS)
     parser.add_argument("--steps", type=int, default=40, help="timed, of each kind")
     parser.add_argument("--step-tokens", type=int, default=8192)
+    heat = {"default": 150 if cuda else 0, "help": "steps of the replay before it is timed; 150 on CUDA, 0 on a CPU"}
+    parser.add_argument("--heat", type=int, **heat)
     parser.add_argument("--tp", type=int, default=1)
     parser.add_argument("--device", default="cuda" if cuda else "cpu", choices=("cpu", "cuda"))
     parser.add_argument("--out", default="rollout.csv", help="CSV under data/results, or an absolute path")
     options = parser.parse_args(arguments)
     with one_sentence("kv4rl.bench overhead"):
-        require_counts(options, tp=1, steps=2, step_tokens=1)
+        require_counts(options, tp=1, steps=2, step_tokens=1, heat=0)
         require_ranks(options.tp)
         choose_device(options.device)
         options.pairs = parse_shapes(options.shapes)

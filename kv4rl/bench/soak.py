@@ -21,12 +21,13 @@ from time import perf_counter
 import numpy as np
 import torch
 
-from kv4rl.bench.refusals import require_counts, require_writable
+from kv4rl.bench.refusals import require_counts, require_flashinfer, require_writable
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.cli import one_sentence
 from kv4rl.config import LARGEST, PRECISIONS, KVConfig, RolloutConfig, require, require_integer, require_number
 from kv4rl.device import choose_device
 from kv4rl.engine.engine import RolloutEngine
+from kv4rl.engine.flashinfer import decodes_baseline
 from kv4rl.engine.request import Request
 from kv4rl.model.shapes import random_model, shape_config
 from kv4rl.results import result_row, write_rows
@@ -55,6 +56,8 @@ class Soak:
             max_response_tokens=options.longest // 2,
         )  # fmt: skip
         self.engine = RolloutEngine(model(0), KVConfig(precision), self.config, eos_token_ids=EOS)
+        if decodes_baseline(precision, self.engine.decoder.device):
+            self.engine.use_flashinfer()
         self.engine.overlap = True  # on a CPU too
         self.engine.capture()
         self.rng = np.random.default_rng(options.seed)
@@ -195,7 +198,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         require_counts(options, slots=2, longest=32)
         require_integer(options.seed, "seed", 0)
         require_writable(options.out)
-        choose_device(options.device)
+        device = choose_device(options.device)
+        require_flashinfer({"bf16"} & set(options.precisions), device.type)
         positions = shape_config(options.model).max_positions
         require(options.longest <= positions, "longest", options.longest, f"at most the model's {positions} positions")
         require_counts(options, pages=pages_for(options.longest))

@@ -5,6 +5,7 @@ precision-dependent metadata and protected side-cache storage" (§A.2). Here the
 that a plan can be made, compared between precisions and refused without a GPU.
 """
 
+import re
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -20,6 +21,7 @@ from kv4rl.model.communicator import Communicator
 from kv4rl.model.decoder import Decoder
 
 SAMPLER_BYTES = 20  # a logit while its row is sampled: itself, log-probability and probability in FP32, FP64 CDF
+OUT_OF_MEMORY = re.compile("out of memory|ALLOC_FAILED", re.IGNORECASE)
 VECTORS = 8  # int64 a row in the decode step's static buffers: ids, contexts, slots, keys, ends, results
 
 
@@ -110,10 +112,16 @@ def naming_the_plan(
 def naming_items(
     what: str, items: Callable[[], Mapping[str, int]], device: torch.device, remedy: str
 ) -> Iterator[None]:
-    """Within the block, running out of device memory raises `PlanTooLarge` with the bytes that `what` meant to hold."""
+    """Within the block, running out of device memory raises `PlanTooLarge` with the bytes that `what` meant to hold.
+
+    Torch's own allocator says so by an error of its own; graphs, products and sums among ranks by RuntimeErrors.
+    """
     try:
         yield
-    except torch.OutOfMemoryError as error:
+    except RuntimeError as error:
+        exhausted = isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY.search(str(error))
+        if not exhausted or isinstance(error, PlanTooLarge):
+            raise
         sizes = items()
         planned = ", ".join(f"{name} {size / 1e9:.3g} GB" for name, size in sizes.items())
         total = torch.cuda.get_device_properties(device).total_memory if device.type == "cuda" else 0

@@ -5,7 +5,7 @@ inside the captured graph; large ones, and all where symmetric memory is not to 
 """
 
 import os
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from datetime import timedelta
 from time import monotonic, sleep
 
@@ -94,14 +94,25 @@ class Communicator:
 class SymmetricCommunicator(Communicator):
     """Sums in symmetric memory: each rank adds up its share of the buffer over all peers, then fetches the others'."""
 
-    def __init__(self, group: dist.ProcessGroup, device: torch.device):
+    def __init__(self, group: dist.ProcessGroup):
+        """Not to be used before `allocate` and then `join` have succeeded on every rank."""
         super().__init__(group)
+        self._buffers: list[torch.Tensor] = []
+        self._next = 0
+
+    def allocate(self) -> None:
+        """Make this rank's buffers. Raises `RuntimeError` where there is no such memory."""
         os.environ.setdefault("TORCH_SYMM_MEM_DISABLE_MULTICAST", "1")
         from torch.distributed import _symmetric_memory as symmetric
 
-        self._buffers = [symmetric.empty(SYMMETRIC_BYTES, dtype=torch.uint8, device=device) for _ in range(BUFFERS)]
-        self._handles = [symmetric.rendezvous(buffer, group.group_name) for buffer in self._buffers]
-        self._next = 0
+        given = {"dtype": torch.uint8, "device": torch.device("cuda", torch.cuda.current_device())}
+        self._buffers = [symmetric.empty(SYMMETRIC_BYTES, **given) for _ in range(BUFFERS)]
+
+    def join(self) -> None:
+        """Meet the other ranks, which must do the same. Raises `RuntimeError` where their memory cannot be reached."""
+        from torch.distributed import _symmetric_memory as symmetric
+
+        self._handles = [symmetric.rendezvous(buffer, self.group.group_name) for buffer in self._buffers]
 
     @property
     def nbytes(self) -> int:
@@ -124,11 +135,29 @@ class SymmetricCommunicator(Communicator):
 
 def make_communicator(mesh: DeviceMesh) -> Communicator:
     """The communicator of this process's group in the mesh's `tp` dimension."""
-    group = mesh.get_group("tp")
-    if mesh.device_type != "cuda" or dist.get_world_size(group) == 1:
-        return Communicator(group)
+    plain = Communicator(mesh.get_group("tp"))
+    if mesh.device_type != "cuda" or plain.size == 1:
+        return plain
+    made = SymmetricCommunicator(plain.group)
+    for stage in (made.allocate, made.join):
+        reason = failure_of_any(plain, stage, torch.device("cuda", torch.cuda.current_device()))
+        if reason is not None:
+            explain(f"sums go through NCCL, since symmetric memory is not available: {reason}")
+            return plain
+    return made
+
+
+def failure_of_any(communicator: Communicator, attempt: Callable[[], None], device: torch.device) -> str | None:
+    """Make an attempt on every rank of the group: None if all succeeded, else a reason, and that on all of them.
+
+    A rank that went another way by itself would leave its peers in a sum that never ends.
+    """
+    reason = None
     try:
-        return SymmetricCommunicator(group, torch.device("cuda", torch.cuda.current_device()))
-    except RuntimeError as reason:
-        explain(f"sums go through NCCL, since symmetric memory is not available: {reason}")
-        return Communicator(group)
+        attempt()
+    except RuntimeError as error:
+        reason = str(error)
+    failures = communicator.all_reduce(torch.tensor([reason is not None], dtype=torch.int32, device=device))
+    if failures.item() == 0:
+        return None
+    return reason or "another rank of the group could not have it"

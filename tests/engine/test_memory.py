@@ -8,7 +8,7 @@ import torch
 from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig
 from kv4rl.engine.engine import RolloutEngine
 from kv4rl.engine.flashinfer import WORKSPACE_BYTES
-from kv4rl.engine.memory import PlanTooLarge, max_pages, plan_engine, reserved_bytes, within
+from kv4rl.engine.memory import PlanTooLarge, max_pages, naming_items, plan_engine, reserved_bytes, within
 from kv4rl.engine.sampler import Sampling
 from kv4rl.generate import main as generate
 from kv4rl.model.communicator import SymmetricCommunicator
@@ -94,6 +94,19 @@ def test_running_out_of_memory_names_the_plan(monkeypatch, when):
     assert isinstance(error.value.__cause__, torch.OutOfMemoryError)
     if when == "step":
         engine.check_drained()
+
+
+@pytest.mark.parametrize(
+    "message", ["CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate", "a bug"]
+)
+def test_memory_that_torch_does_not_hand_out_runs_out_with_the_plan_too_and_nothing_else_does(message):
+    """Graphs, products and sums among ranks take theirs past torch's allocator."""
+    expected = RuntimeError if message == "a bug" else PlanTooLarge
+    block = lambda name, size: naming_items(name, lambda: {"pages": size}, torch.device("cpu"), "take less")
+    with pytest.raises(RuntimeError) as error, block("a block", 2 * 10**9), block("one within it", 10**9):
+        raise RuntimeError(message)
+    assert type(error.value) is expected
+    assert message == "a bug" or "one within it's plan is pages 1 GB" in str(error.value)
 
 
 def test_generate_ends_with_the_plan_that_was_too_large(monkeypatch, capsys):

@@ -4,6 +4,7 @@ import os
 import sys
 import time
 from datetime import timedelta
+from functools import partial
 
 import torch
 import torch.distributed as dist
@@ -15,7 +16,7 @@ from kv4rl.engine.sampler import NoiseKeys, Sampling, sample
 from kv4rl.engine.sharded_sampler import ShardedSampler
 from kv4rl.model import communicator as communicators
 from kv4rl.model.attend import PackedCausal
-from kv4rl.model.communicator import init_mesh, make_communicator
+from kv4rl.model.communicator import failure_of_any, init_mesh, make_communicator
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.tensor_parallel import shard_decoder
 from kv4rl.model.weights import load_decoder
@@ -67,7 +68,18 @@ def compare(communicator):
     except ValueError as error:
         found["refused"] = str(error)
     found["samples"] = samples(communicator)
+    found["failures"] = failures(communicator)
     return found
+
+
+def failures(communicator):
+    """What every rank is told of attempts that none fails, that the second fails, and that all fail."""
+
+    def fail(ranks):
+        if communicator.rank in ranks:
+            raise RuntimeError(f"rank {communicator.rank} has no such memory")
+
+    return [failure_of_any(communicator, partial(fail, ranks), torch.device("cpu")) for ranks in ((), (1,), (0, 1))]
 
 
 def samples(communicator):

@@ -89,6 +89,13 @@ def test_the_sharded_sampler_draws_what_the_whole_one_draws(ranks):
         assert 0 < (tokens < 32).sum() < len(tokens)
 
 
+def test_what_one_rank_lacks_no_rank_uses(ranks):
+    """A rank that fell back by itself would leave its peers in a sum that never ends."""
+    own = [f"rank {rank} has no such memory" for rank in range(2)]
+    other = "another rank of the group could not have it"
+    assert [found["failures"] for found in ranks] == [[None, other, own[0]], [None, own[1], own[1]]]
+
+
 def test_a_rank_that_dies_ends_the_others(tmp_path):
     processes = start("die", tmp_path)
     assert processes[1].wait(timeout=120) == 3

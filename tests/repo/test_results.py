@@ -78,6 +78,6 @@ def test_every_stored_speedup_of_a_replay_has_the_steps_behind_it():
     aggregates = [row for row in rows if row["metric"] in ("speedup_vs_bf16", "retention_vs_kv4")]
     bare = [row for row in aggregates if (row["arm"], row["model"], row["shape"]) not in timed]
     assert aggregates and not bare
-    known = {"decode_replay_ms", "speedup_vs_bf16", "retention_vs_kv4"}
+    known = {"decode_replay_ms", "speedup_vs_bf16", "retention_vs_kv4", "repeat_spread"}
     floor = {"products_ms", "attention_ms", "sums_ms", "floor_ms", "forward_ms", "over_floor"}
     assert {row["metric"] for row in rows} <= known | floor, "what neither bench writes is no row of theirs"
