@@ -35,6 +35,7 @@ from kv4rl.results import result_row, write_rows
 WEIGHTS = 2  # sets that take turns
 EOS = (1,)
 OPERATIONS = {"step": 0.854, "add": 0.1, "abort": 0.042, "pause": 0.004}  # chances; what is paused starts over
+PROMPTS = 8  # at most this part of the longest is prompt: what is admitted small, and grows, is preempted
 PATIENCE = 1000  # operations without a preemption after which a run has failed
 UNITS = {"steps": "steps", "decode_tokens": "tokens", "finished": "requests", "aborts": "requests"}
 UNITS |= {"preemptions": "requests", "weight_updates": "updates", "leaked_pages": "pages", "leaked_bytes": "B"}
@@ -52,8 +53,8 @@ class Soak:
         self.weights = [dict(model(seed).named_parameters()) for seed in range(WEIGHTS)]
         self.config = RolloutConfig(
             max_active_requests=options.slots, step_tokens=max(256, options.slots), cache_pages=options.pages,
-            workspace_tokens=2 * options.longest, max_prompt_tokens=options.longest // 2,
-            max_response_tokens=options.longest // 2,
+            workspace_tokens=2 * options.longest, max_prompt_tokens=options.longest // PROMPTS,
+            max_response_tokens=options.longest - options.longest // PROMPTS,
         )  # fmt: skip
         self.engine = RolloutEngine(model(0), KVConfig(precision), self.config, eos_token_ids=EOS)
         if decodes_baseline(precision, self.engine.decoder.device):
@@ -88,12 +89,14 @@ class Soak:
             )
 
     def _add(self) -> None:
-        half, vocabulary = self.config.max_prompt_tokens, self.engine.decoder.config.vocab_size
-        for _ in range(int(self.rng.integers(1, self.config.max_active_requests))):
-            if len(self.live) >= 2 * self.config.max_active_requests:
+        vocabulary, limits = self.engine.decoder.config.vocab_size, self.config
+        for _ in range(int(self.rng.integers(1, limits.max_active_requests))):
+            if len(self.live) >= 2 * limits.max_active_requests:
                 return
-            prompt = self.rng.integers(vocabulary, size=int(self.rng.integers(1, half + 1))).tolist()
-            cap = int(self.rng.integers(0, half + 1))
+            prompt = self.rng.integers(
+                vocabulary, size=int(self.rng.integers(1, limits.max_prompt_tokens + 1))
+            ).tolist()
+            cap = int(self.rng.integers(0, limits.max_response_tokens + 1))
             eos = EOS if self._made % 2 else ()  # every other one runs to its cap
             request = Request(f"p{self._made}", self._made % 8, prompt, cap, eos, (int(self.rng.integers(3)),))
             self._made += 1

@@ -146,7 +146,10 @@ def measured_windows(rows: Rows) -> dict[tuple[str, str], list[int]]:
 
 
 def window_figure(rows: Rows) -> go.Figure:
-    """Fig. A3b,d: speedup over BF16 against the recent width; dotted: KV4 without protection; star: the paper's."""
+    """Fig. A3b,d: speedup over BF16 against the recent width; star: the paper's.
+
+    Diamond: the same positions protected in BF16. Levels: KV4, without protection, dotted, and KV8 in dots and dashes.
+    """
     figure, widest = go.Figure(), [math.log10(width) for width in (14, 590)]
     colours = {"ragged-4B": PRECISION_COLOURS["kv4rl"], "ragged-8B": PRECISION_COLOURS["kv8"]}
     for (group, model), arms in speedups(rows).items():
@@ -158,13 +161,21 @@ def window_figure(rows: Rows) -> go.Figure:
         line = {"color": colours[group], "width": 3 if size == PAPER_TP else 2, "dash": dash}
         x, y = zip(*points, strict=True)
         figure.add_scatter(x=x, y=y, name=f"KV4-RL, {name}", mode="lines+markers", line=line)
-        if "kv4" in arms:
-            dotted = {"color": colours[group], "dash": "dot", "width": line["width"]}
-            ends = [10**end for end in widest]  # over the whole axis: a model may have one width only
-            figure.add_scatter(x=ends, y=[arms["kv4"]] * 2, name=f"KV4, {name}", mode="lines", line=dotted)
+        ends = [10**end for end in widest]  # over the whole axis: a model may have one width only
+        for arm, pattern in (("kv4", "dot"), ("kv8", "dashdot")):
+            if arm in arms:
+                level = line | {"dash": pattern}
+                shown = f"{PRECISION_NAMES[arm]}, {name}"
+                figure.add_scatter(x=ends, y=[arms[arm]] * 2, name=shown, mode="lines", line=level)
+        if "kv4rl_bf16" in arms:
+            diamond = {"symbol": "diamond-open", "size": 11, "color": colours[group]}
+            given = {"mode": "markers", "marker": diamond, "name": f"protected in BF16, {name}"}
+            figure.add_scatter(x=[DEFAULT_WINDOW], y=[arms["kv4rl_bf16"]], **given)
     published = PUBLISHED["ragged/4b/kv4rl"]
     marker = {"symbol": "star", "size": 14, "color": "black"}
-    figure.add_scatter(x=[128], y=[published.value], mode="markers", name="paper, 4B at 128, TP2", marker=marker)
+    figure.add_scatter(
+        x=[DEFAULT_WINDOW], y=[published.value], mode="markers", name="paper, 4B at 128, TP2", marker=marker
+    )
     ticks = [16, 32, 64, 128, 256, 512]
     figure.update_xaxes(title_text="recent positions in INT8", type="log", tickvals=ticks, range=widest)
     figure.update_yaxes(title_text="speedup over BF16")

@@ -106,22 +106,32 @@ def _ratio(row: Mapping[str, str], *, beside: Mapping[str, str]) -> str:
     return said if run(row) == run(beside) else f"{said} at {row['commit']}"
 
 
+# new tokens -> states whose replayed step (`bench overhead`) and whose products (`bench floor`) stand for the mean step
+LIMIT_STATES = {256: ("256x128", "256x256"), 2048: ("256x1152", "256x1152")}
+
+
 def today_limit(today: Rows, rollout: Rows, replay: Rows) -> str:
     """What bounds this engine's ratio to `generate`: its prefill and replayed steps alone, then the products alone.
 
-    From rows of `bench today` (Qwen3-4B, 256 prompts of 128 tokens, 256 new ones), `bench overhead` (256x128) and
-    `bench floor` (256x256, one GPU); a sentence that names them where one is missing.
+    One sentence a length of `LIMIT_STATES`, from rows of `bench today`, `bench overhead` and `bench floor` (Qwen3-4B,
+    256 prompts of 128 tokens, one GPU); one that names them where none has all its rows.
     """
-    model, tokens = "qwen3-4b", 256
     found = {(r["arm"], r["model"], r["shape"], r["metric"]): float(r["value"]) for r in (*today, *rollout, *replay)}
+    said = [_limit(found, tokens, *states) for tokens, states in LIMIT_STATES.items()]
+    named = "What bounds the ratios takes rows of `bench today`, `bench overhead` and `bench floor` at these shapes."
+    return "\n".join(filter(None, said)) or named
+
+
+def _limit(found: Mapping[tuple, float], tokens: int, stepped: str, multiplied: str, model: str = "qwen3-4b") -> str:
+    """One length's sentence; empty where a row is missing."""
     try:
         generate, ours = (
             found[arm, model, f"256x128+{tokens}", "tokens_per_s"] for arm in ("transformers_generate", "kv4rl")
         )
-        rate, step = (found["kv4rl", model, "256x128", m] for m in ("prefill_tokens_per_s", "decode_replay_ms"))
-        products = found["bf16", f"{model}-tp1", "256x256/256x256", "products_ms"]
+        rate, step = (found["kv4rl", model, stepped, m] for m in ("prefill_tokens_per_s", "decode_replay_ms"))
+        products = found["bf16", f"{model}-tp1", f"{multiplied}/{multiplied}", "products_ms"]
     except KeyError:
-        return "What bounds the ratios takes rows of `bench today`, `bench overhead` and `bench floor` at these shapes."
+        return ""
     prefill, steps = 256 * 128 / rate, tokens - 1
     ratio = lambda step_ms: f"{256 * tokens / (prefill + steps * step_ms / 1e3) / generate:.1f}x"
     return (

@@ -1,5 +1,7 @@
 """The engine on a CUDA device: captured steps against eager ones and against the CPU, through everything that moves."""
 
+import gc
+
 import pytest
 import torch
 from transformers import Qwen3Config
@@ -117,6 +119,45 @@ def test_graphs_serve_new_weights_and_a_graph_captured_before_them(make_engine, 
     captured = set(engine._graphs._graphs)
     assert rollout(engine)[:2] == rollout(make_engine("kv4rl", seed=1, buckets=(8, 24)))[:2]
     assert set(engine._graphs._graphs) == captured and first[0] != rollout(engine)[0]
+
+
+@pytest.mark.parametrize("precision", PRECISIONS)
+def test_two_collect_update_cycles_leave_no_kv_of_older_weights_and_no_byte(make_engine, config, precision):
+    """Each cycle takes up what the last left unfinished: as an engine born with the new weights does, to the bit."""
+    engine = make_engine(precision, buckets=(8, 24))
+    engine.capture()
+    unfinished = mixed_requests(24)
+    for version in range(3):
+        twins, before = [Request.from_state(request.to_state()) for request in unfinished], allocated()
+        if version:
+            weights = Decoder.random(config, seed=version, dtype=torch.bfloat16)
+            engine.update_weights(weights.named_parameters(), version)
+            del weights
+        paused = cycle(engine, unfinished)
+        assert version == 0 or allocated() == before, "a cycle gives back what it took, to the byte"
+        twice = cycle(make_engine(precision, seed=version, buckets=(8, 24)), twins)
+        assert [r.tokens for r in unfinished] == [r.tokens for r in twins]
+        assert [r.sampler_logp for r in unfinished] == [r.sampler_logp for r in twins]
+        assert 3 <= len(paused) == len(twice) < len(unfinished)
+        unfinished = paused
+
+
+def allocated():
+    gc.collect()
+    torch.cuda.synchronize()
+    return torch.cuda.memory_allocated()
+
+
+def cycle(engine, requests, steps=20):
+    """Some steps of `requests`; all that they held given back, and those unfinished."""
+    for request in requests:
+        engine.add(request)
+    for _ in range(steps):
+        engine.step()
+    paused = engine.pause()
+    engine.check_drained()
+    assert engine.scheduler.allocator.num_free == engine.scheduler.allocator.num_pages
+    return paused
 
 
 def test_flashinfer_decodes_as_the_reference_backend(make_engine, error_of):

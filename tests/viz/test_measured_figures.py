@@ -19,6 +19,7 @@ from kv4rl.viz.replay import (
     window_figure,
 )
 from kv4rl.viz.rollout import (
+    LIMIT_STATES,
     collection_rows,
     overhead_rows,
     scheduler_rows,
@@ -84,6 +85,13 @@ def test_kv4_is_a_line_also_where_one_width_was_measured():
     one = [row("kv4", "ragged-8B", "speedup_vs_bf16", 2.6), row("kv4rl", "ragged-8B", "speedup_vs_bf16", 2.5)]
     _, level, _ = window_figure(one).data
     assert level.name == "KV4, 8B, TP2" and level.x[0] < 16 and level.x[1] > 512 and list(level.y) == [2.6, 2.6]
+
+
+def test_kv8_is_a_level_and_bf16_protection_a_mark_at_the_default_width():
+    arms = {"kv4rl": 2.4, "kv4": 2.5, "kv8": 1.6, "kv4rl_bf16": 2.2}
+    given = [row(arm, "ragged-4B", "speedup_vs_bf16", value) for arm, value in arms.items()]
+    drawn = {trace.name: (list(trace.x), list(trace.y)) for trace in window_figure(given).data}
+    assert drawn["KV8, 4B, TP2"][1] == [1.6, 1.6] and drawn["protected in BF16, 4B, TP2"] == ([128], [2.2])
 
 
 def test_an_order_is_asked_only_where_both_of_a_pair_were_measured():
@@ -155,6 +163,23 @@ def test_the_limit_of_todays_ratio_is_prefill_and_replayed_steps_and_then_produc
     assert "prefill at 65,536 tokens/s takes 0.50 s, 255 replayed steps of 6.00 ms take 1.53 s" in said
     assert "16.1x of `generate`, this one reaches 15.0x" in said and said.endswith("(2.00 ms) would reach 32.4x.")
     assert "takes rows of `bench today`" in today_limit(today, rollout, [])
+
+
+def test_each_length_has_its_limit_from_the_states_of_its_own_mean_step():
+    given, today, rollout, replay = {"model": "qwen3-4b"}, [], [], []
+    for tokens, (stepped, multiplied) in LIMIT_STATES.items():
+        today += [
+            row(arm, f"256x128+{tokens}", "tokens_per_s", tokens, **given) for arm in ("transformers_generate", "kv4rl")
+        ]
+        rollout += [
+            row("kv4rl", stepped, metric, tokens, **given) for metric in ("prefill_tokens_per_s", "decode_replay_ms")
+        ]
+        of_one_gpu = {"model": "qwen3-4b-tp1"}
+        replay.append(row("bf16", f"{multiplied}/{multiplied}", "products_ms", tokens, **of_one_gpu))
+    short, long = today_limit(today, rollout, replay).split("\n")
+    assert short.startswith("256 new tokens") and "(256.00 ms)" in short
+    assert long.startswith("2048 new tokens") and "2047 replayed steps of 2048.00 ms" in long
+    assert today_limit(today[:2], rollout, replay) == short
 
 
 def test_overhead_shows_the_engines_share_of_its_replay_and_leaves_collections_out():
