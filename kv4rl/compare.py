@@ -220,13 +220,14 @@ def answers(directory: Path = RESULTS) -> list[tuple[Comparison, Published, dict
 
 
 def _extreme(rows: Sequence[dict], of_all: Callable) -> list[dict]:
-    """Of the checkpoints' aggregates, each at its newest, the one that `of_all` picks by value."""
+    """Of the checkpoints' aggregates, each at its newest, the one that `of_all` picks by value; `among` names them."""
     by_shape = {}
     for row in rows:
         if row["shape"] in REPLAY_SHAPES:
             by_shape.setdefault(row["shape"], []).append(row)
     newest = [latest(mine) for mine in by_shape.values()]
-    return [of_all(newest, key=lambda row: float(row["value"]))] if newest else []
+    among = {"among": ", ".join(by_shape)}
+    return [of_all(newest, key=lambda row: float(row["value"])) | among] if newest else []
 
 
 def _quotients(rows: Sequence[dict], others: Sequence[dict], *, inverse: bool) -> list[dict]:
@@ -252,11 +253,17 @@ def compare(directory: Path = RESULTS) -> list[dict[str, str]]:
             "paper": with_unit(f"{published.value:g}", published.unit),
             "ours": ours(row, published.unit) if row else ABSENT,
             "scope": row["scope"] if row else "-",
-            "remark": item.remark + (f"; {row['model']}, {row['hardware']}" if row and item.models else ""),
+            "remark": item.remark + (_setting(item, row) if row else ""),
         }
         | {name: row[name] if row else "-" for name in ORIGIN}
         for item, published, row in answers(directory)
     ]
+
+
+def _setting(item: Comparison, row: dict) -> str:
+    """What a remark ends with: of several models' rows whose it is, and of which checkpoints an extreme is taken."""
+    among = [f"of {row['among']}"] if item.of_all else []
+    return "".join(f"; {part}" for part in among + [f"{row['model']}, {row['hardware']}"] * bool(item.models))
 
 
 def ours(row: dict, unit: str) -> str:

@@ -22,7 +22,7 @@ from kv4rl.paper import PUBLISHED, REPLAY_SHAPES
 from kv4rl.results import REPOSITORY, RESULTS, latest, read_rows
 from kv4rl.viz.fidelity import width_sweeps
 from kv4rl.viz.kernels import SMALL_BATCH, is_shape, kernel_speedups, of_table_a3, speedup_table, times, write_times
-from kv4rl.viz.replay import of_model, replay_table
+from kv4rl.viz.replay import ARMS, PAPER_TP, of_model, replay_table
 from kv4rl.viz.rollout import today_rows
 from kv4rl.viz.stamp import digest, stamp
 from kv4rl.viz.style import PRECISION_NAMES, use_template
@@ -116,11 +116,7 @@ def _origin(rows: list[dict[str, str]]) -> str:
 
 def _ranges(title: str, rows: list[dict[str, str]]) -> str:
     """`30 shapes (title): KV8 a to b, ...`."""
-    parts = []
-    for arm in PRECISIONS[1:]:
-        values = [float(row["value"]) for row in rows if row["arm"] == arm]
-        parts.append(f"{PRECISION_NAMES[arm]} {min(values):.2f} to {max(values):.2f}x")
-    return f"{len({row['shape'] for row in rows})} shapes ({title}): {', '.join(parts)}"
+    return f"{len({row['shape'] for row in rows})} shapes ({title}): {_spans(rows)}"
 
 
 def decode(rows: Path = RESULTS) -> str:
@@ -184,15 +180,25 @@ def replay(rows: Path = RESULTS) -> str:
         for row in shares
         if row["shape"].startswith("ragged")
     ]
-    tables = [row for row in found if row["metric"] == "speedup_vs_bf16" and row["shape"] in REPLAY_SHAPES]
-    table = replay_table(found)
-    end = (
-        f"Table: {_origin(tables)}. KV4-RL at 16/128 keeps of KV4's throughput {', '.join(kept)} (paper at TP2: "
-        "94% at 4B, 98% at 8B). Since 9e1c4d3 a card is heated before each arm (`--heat`)."
-        if kept
-        else ""
-    )
-    return "\n\n".join(part for part in (_table(table, tuple(table[0]) if table else ()), end) if part)
+    speedups = [row for row in found if row["metric"] == "speedup_vs_bf16" and row["shape"] in REPLAY_SHAPES]
+    as_there, else_where = ([r for r in speedups if (of_model(r)[1] == PAPER_TP) == same] for same in (True, False))
+    table = replay_table(as_there)
+    said = [f"Table: {_origin(as_there)}."] if as_there else []
+    if kept:
+        said.append(
+            f"KV4-RL at 16/128 keeps of KV4's throughput {', '.join(kept)} (paper at TP2: 94% at 4B, 98% at 8B). "
+            "Since 9e1c4d3 a card is heated before each arm (`--heat`)."
+        )
+    if else_where:
+        said.append(f"On one GPU, where they fit ({_origin(else_where)}): {_spans(else_where)}.")
+    parts = (_table(table, tuple(table[0]) if table else ()), " ".join(said))
+    return "\n\n".join(part for part in parts if part)
+
+
+def _spans(rows: list[dict[str, str]]) -> str:
+    """`KV8 a to b, ...`: each replayed arm's lowest and highest speedup."""
+    values = {arm: [float(row["value"]) for row in rows if row["arm"] == arm] for arm in ARMS}
+    return ", ".join(f"{ARMS[arm][0]} {min(v):.2f} to {max(v):.2f}x" for arm, v in values.items() if v)
 
 
 def today(rows: Path = RESULTS) -> str:

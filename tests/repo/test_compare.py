@@ -112,3 +112,6 @@ def test_extremes_are_over_the_newest_row_of_each_checkpoint(tmp_path):
     write_rows(tmp_path / "replay.csv", [result_row(**about, shape=name, value=value) for name, value in found.items()])
     said = {line["number"]: line["ours"] for line in every_number(tmp_path)}
     assert said["replay/4b/kv8_lowest"].endswith(": 1.4 x") and said["replay/4b/kv8_highest"].endswith(": 1.5 x")
+    remarks = {line["quantity"]: line["remark"] for line in compare(tmp_path)}
+    lowest = remarks["decode replay, KV8 over BF16, lowest of the 4B checkpoints"]
+    assert "; of 4B-100, 4B-300; qwen3-4b, " in lowest, "an extreme says of which checkpoints"
