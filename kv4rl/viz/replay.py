@@ -81,7 +81,7 @@ def checkpoint_speedups(rows: Rows) -> go.Figure:
             figure.add_bar(x=labels, y=values, name="KV4, paper (TP2)", marker=hollow)
     figure.add_hline(y=1, line={"dash": "dash", "width": 1})
     figure.update_yaxes(title_text="decode step, speedup over BF16", rangemode="tozero")
-    figure.update_layout(barmode="group", height=420, width=980, legend={"orientation": "h", "y": 1.15})
+    figure.update_layout(barmode="group", height=420, width=930, legend={"orientation": "h", "y": 1.15})
     return figure
 
 
