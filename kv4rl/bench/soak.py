@@ -210,7 +210,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for precision in options.precisions:
         with one_sentence("kv4rl.bench soak"):
             soak = Soak(options, precision)
-        soak.run(options.minutes * 60 / len(options.precisions))
+        with one_sentence("kv4rl.bench soak", kinds=(SoakFailure,), status=1):
+            soak.run(options.minutes * 60 / len(options.precisions))
         found[precision] = soak.counts
         print(f"{precision:>6} " + " ".join(f"{name} {soak.counts[name]}" for name in UNITS), flush=True)
         path = write_rows(options.out, rows(options, precision, soak.counts))

@@ -36,6 +36,16 @@ def test_a_run_in_which_nobody_is_preempted_fails(make_soak, monkeypatch):
         make_soak("--pages", "500").run(0.0)
 
 
+def test_a_failure_is_one_sentence_and_no_success(tmp_path, capsys, monkeypatch):
+    """Of two pages no request can be driven out by another: none is admitted beside it."""
+    monkeypatch.setattr(soak, "PATIENCE", 20)
+    few = ("--longest", "32", "--pages", "2", "--minutes", "0.001", "--precisions", "kv4")
+    with pytest.raises(SystemExit) as ended:
+        main(["soak", "--device", "cpu", *few, "--out", str(tmp_path / "soak.csv")])
+    assert ended.value.code == 1
+    assert "nobody was preempted" in capsys.readouterr().err and not (tmp_path / "soak.csv").exists()
+
+
 def test_every_kind_of_event_happens(make_soak):
     """By number of operations, not by the clock: two hundred of them meet each kind but the rare pause."""
     found = make_soak(*PREEMPTS)
