@@ -1,4 +1,4 @@
-"""`python -m kv4rl.readme`: rewrites the tables of README and model card, and the pictures, from data/results.
+"""`python -m kv4rl.readme`: rewrites the tables of the READMEs and the model card, and the pictures, from data/results.
 
 A block between `<!-- NAME -->` and `<!-- /NAME -->` is made by the function of that name here; a test asserts that the
 committed README is what this writes, so no figure in it can drift from its row.
@@ -182,11 +182,12 @@ def replay(rows: Path = RESULTS) -> str:
     ]
     speedups = [row for row in found if row["metric"] == "speedup_vs_bf16" and row["shape"] in REPLAY_SHAPES]
     as_there, else_where = ([r for r in speedups if (of_model(r)[1] == PAPER_TP) == same] for same in (True, False))
-    table = replay_table(as_there)
+    table, key = replay_table(as_there), "ragged/{}/retention_vs_kv4"
+    paper = ", ".join(f"{PUBLISHED[key.format(size.lower())].value:g}% at {size}" for size in ("4B", "8B"))
     said = [f"Table: {_origin(as_there)}."] if as_there else []
     if kept:
         said.append(
-            f"KV4-RL at 16/128 keeps of KV4's throughput {', '.join(kept)} (paper at TP2: 94% at 4B, 98% at 8B). "
+            f"KV4-RL at 16/128 keeps of KV4's throughput {', '.join(kept)} (paper at TP2: {paper}). "
             "Since 9e1c4d3 a card is heated before each arm (`--heat`)."
         )
     if else_where:

@@ -1,4 +1,4 @@
-"""`python -m kv4rl.bench NAME ...`: each bench prints its card and table, and one JSON object as its last line."""
+"""`python -m kv4rl.bench NAME ...`: each bench prints what it measures, and one JSON object as its last line."""
 
 import argparse
 import importlib

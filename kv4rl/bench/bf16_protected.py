@@ -30,7 +30,7 @@ class Bf16Protected:
             device=cache.device, backend=cache.backend.name,
         )  # fmt: skip
         self._merge = torch.compile(merged, dynamic=True) if cache.device.type == "cuda" else merged
-        self._step: tuple | None = None  # (batch, its parts): the layers of a step share one batch
+        self._step: tuple | None = None  # (batch, where, its parts): the layers of a step share one batch
 
     def write(self, cache, layer, k, v, where):
         """Both representations of new tokens, as `Backend.write`."""

@@ -21,7 +21,7 @@ from kv4rl.bench.refusals import require_counts, require_flashinfer, require_ran
 from kv4rl.bench.replay import fitting, states_of
 from kv4rl.bench.replay_arm import Replay
 from kv4rl.bench.replay_states import State
-from kv4rl.bench.timing import graph_ms
+from kv4rl.bench.timing import REPLAYS, graph_ms
 from kv4rl.cli import one_sentence
 from kv4rl.config import LARGEST, require, require_number
 from kv4rl.device import choose_device
@@ -31,6 +31,7 @@ from kv4rl.model.shapes import SHAPES, random_model
 from kv4rl.results import result_row, write_rows
 
 SAMPLES, WARMUPS = 30, 10
+TIMED = {"forward_ms": SAMPLES} | dict.fromkeys(("products_ms", "attention_ms", "sums_ms"), REPLAYS)
 
 
 @torch.inference_mode()
@@ -94,11 +95,12 @@ def over_floor(forward: float, parts: dict[str, float]) -> dict[str, float]:
 
 def rows_of(found: dict[State, dict[str, float]], model: str) -> list[dict]:
     """CSV rows, a state's as `group/name`."""
-    about = {"experiment": "replay", "arm": "bf16", "model": model, "n": SAMPLES}
+    about = {"experiment": "replay", "arm": "bf16", "model": model}
     unit = lambda metric: "x" if metric == "over_floor" else "ms"
     return [
-        result_row(**about, shape=f"{state.group}/{state.name}", metric=metric, unit=unit(metric), value=value)
+        result_row(**about, **given, metric=metric, unit=unit(metric), value=value, n=TIMED.get(metric, ""))
         for state, values in found.items()
+        for given in ({"shape": f"{state.group}/{state.name}"},)
         for metric, value in values.items()
     ]
 

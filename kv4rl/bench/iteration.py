@@ -48,7 +48,7 @@ from kv4rl.model.shapes import SHAPES, random_model
 from kv4rl.model.tensor_parallel import shard_decoder
 from kv4rl.phases import PhaseController
 from kv4rl.ranks import Ranks, Replica, connect
-from kv4rl.results import result_row, write_rows
+from kv4rl.results import RESULTS, result_row, write_rows
 from kv4rl.rollout.fits import FITS
 from kv4rl.rollout.forced import RandomPrompts
 from kv4rl.rollout.group import PromptGroup
@@ -383,7 +383,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
             del bench
             gc.collect()
         if ranks.leads:
-            print(json.dumps({"experiment": "iteration", "file": str(options.out), "found": summary}))
+            print(json.dumps({"experiment": "iteration", "file": str(RESULTS / options.out), "found": summary}))
 
 
 if __name__ == "__main__":

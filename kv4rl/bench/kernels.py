@@ -17,7 +17,7 @@ from kv4rl.attention import triton
 from kv4rl.attention.cuda import DecodePlan, write_kv
 from kv4rl.bench.refusals import require_flashinfer, require_writable
 from kv4rl.bench.replay_states import HETEROGENEOUS, heterogeneous, parse_shapes
-from kv4rl.bench.timing import copy_bytes_per_s, graph_ms, layers_beyond_cache
+from kv4rl.bench.timing import REPLAYS, copy_bytes_per_s, graph_ms, layers_beyond_cache
 from kv4rl.cache.kv_cache import CacheShape, DecodeBatch, KVCache, TokenSlots
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.cli import one_sentence
@@ -256,7 +256,7 @@ def rows_of(workload: Workload, shard: str, found: dict, copy_rate: float) -> li
     for arm, (ms, size) in found.items():
         if arm == BASELINE and others and others <= set(OTHER_ARMS):
             continue
-        about = {"experiment": "kernels", "arm": arm, "model": shard, "shape": workload.name, "n": 15}
+        about = {"experiment": "kernels", "arm": arm, "model": shard, "shape": workload.name, "n": REPLAYS}
         rate = size / ms * 1e3
         rows.append(result_row(**about, metric="ms_per_layer", unit="ms", value=ms))
         rows.append(result_row(**about, metric="kv_bytes_per_s", unit="B/s", value=rate))
@@ -337,7 +337,7 @@ def step_rows(shard: str, precision: str) -> list[dict]:
         for metric, us in Step(tokens, SHARDS[shard], precision).us().items():
             print(f"{shard:>10} {precision} {metric.removesuffix('_us')} {tokens} tokens {us:.2f} us")
             about = {"arm": precision, "model": shard, "shape": f"{tokens}", "metric": metric}
-            rows.append(result_row(experiment="kernels", unit="us", value=us, n=15, **about))
+            rows.append(result_row(experiment="kernels", unit="us", value=us, n=REPLAYS, **about))
     return rows
 
 

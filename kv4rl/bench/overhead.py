@@ -121,6 +121,11 @@ def _unit(metric: str) -> str:
     return "ms" if metric.endswith("_ms") else "tokens/s" if metric.endswith("_per_s") else "x"
 
 
+def _timed(metric: str, steps: int) -> int | str:
+    """How many steps a mean is over; empty for what is made of means, and for prefill, of as many as it takes."""
+    return {"decode_replay_ms": 2 * steps}.get(metric, steps if metric.endswith("step_ms") else "")
+
+
 def _collect(decoder: Decoder) -> None:
     gc.collect()
     if decoder.device.type == "cuda":
@@ -167,8 +172,9 @@ def main(arguments: Sequence[str] | None = None) -> None:
     for precision in options.precisions:
         for batch, context in options.pairs:
             found, shape = measure(decoder, precision, batch, context, options), f"{batch}x{context}"
-            about = {"experiment": "rollout", "arm": precision, "model": model, "shape": shape, "n": options.steps}
-            made += [result_row(**about, metric=m, unit=_unit(m), value=v) for m, v in found.items()]
+            about = {"experiment": "rollout", "arm": precision, "model": model, "shape": shape}
+            for m, v in found.items():
+                made.append(result_row(**about, metric=m, unit=_unit(m), value=v, n=_timed(m, options.steps)))
             shares[f"{precision} {shape}"] = round(found["share_of_replay"], 4)
             if first:
                 print(f"{precision:>6} {shape:>10} " + "  ".join(f"{m} {v:.3f}" for m, v in found.items()), flush=True)

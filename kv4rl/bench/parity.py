@@ -12,6 +12,7 @@ import torch
 from tqdm import tqdm
 from transformers import AutoModelForCausalLM
 
+from kv4rl.cache.main_cache import pages_for
 from kv4rl.cli import one_sentence
 from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig, require, require_integer
 from kv4rl.engine.engine import RolloutEngine
@@ -44,7 +45,7 @@ def engine_greedy(
     """Greedy tokens of our engine through the cache `kv`, all prompts in one continuous batch."""
     decoder = load_decoder(directory, dtype=torch.float32, device="cpu")
     longest = max(len(prompt) for prompt in prompts)
-    pages = len(prompts) * -(-(longest + new_tokens) // 16)
+    pages = len(prompts) * pages_for(longest + new_tokens)
     limits = RolloutConfig(
         max_prompt_tokens=longest, max_response_tokens=new_tokens, max_active_requests=len(prompts),
         step_tokens=max(1024, len(prompts)), workspace_tokens=max(8192, longest + new_tokens), cache_pages=pages,

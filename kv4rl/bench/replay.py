@@ -128,17 +128,17 @@ def states_of(options: argparse.Namespace) -> list[State]:
     return states + (heterogeneous(size) if "ragged" in options.parts else [])
 
 
-def arms_of(options: argparse.Namespace, state: State, device: str) -> Sequence[str]:
+def arms_of(options: argparse.Namespace, state: State) -> Sequence[str]:
     if options.arms:
         return options.arms
-    if device == "cpu":
+    if options.device == "cpu":
         return CPU_ARMS
     return RAGGED_ARMS if state.group.startswith("ragged") else TABLE_ARMS
 
 
 def require_arms(options: argparse.Namespace) -> None:
     """Raise `InputError` for an arm that this machine cannot run: nothing is measured in its place."""
-    arms = list(dict.fromkeys(arm for state in states_of(options) for arm in arms_of(options, state, options.device)))
+    arms = list(dict.fromkeys(arm for state in states_of(options) for arm in arms_of(options, state)))
     impossible = [arm for arm in arms if arm in NEED_CUDA and options.device != "cuda"]
     require(not impossible, "arms", impossible, f"some of {', '.join(a for a in ARMS if a not in NEED_CUDA)} on a CPU")
     require_flashinfer((arm for arm in arms if baseline(arm, options.device)), options.device)
@@ -153,7 +153,7 @@ def runs_on(arm: str, device: str) -> str:
 def require_one_fits(options: argparse.Namespace, decoder: Decoder) -> None:
     """Raise `InputError` if no arm could run any state."""
     states, size = states_of(options), sum(parameter.nbytes for parameter in decoder.parameters())
-    runs = ((arm, state) for state in states for arm in arms_of(options, state, options.device))
+    runs = ((arm, state) for state in states for arm in arms_of(options, state))
     fits = any(fitting(decoder, arm, [state], options.hbm_gb * 1e9) for arm, state in runs)
     needed = f"room for the model ({size / 1e9:.3g} GB), {WORKSPACE_BYTES / 1e9:g} GB besides and at least one state"
     require(fits, "hbm-gb", options.hbm_gb, needed)
@@ -163,10 +163,10 @@ def run(options: argparse.Namespace, decoder: Decoder, say, keep) -> Times:
     """Every arm over its states. After each arm `keep(times, whole)`: a run cut short has what it measured; `whole`:
     the groups whose states all fitted in every arm so far."""
     states, times, partial = states_of(options), {}, set()
-    arms = dict.fromkeys(arm for state in states for arm in arms_of(options, state, options.device))
+    arms = dict.fromkeys(arm for state in states for arm in arms_of(options, state))
     say("card: " + "; ".join(runs_on(arm, options.device) for arm in arms))
     for arm in arms:
-        asked = [state for state in states if arm in arms_of(options, state, options.device)]
+        asked = [state for state in states if arm in arms_of(options, state)]
         chosen = fitting(decoder, arm, asked, options.hbm_gb * 1e9)
         partial |= {state.group for state in set(asked) - set(chosen)}
         if not chosen:

@@ -42,7 +42,7 @@ UNITS |= {"preemptions": "requests", "weight_updates": "updates", "leaked_pages"
 
 
 class SoakFailure(RuntimeError):
-    """The engine is not what it was; the message says in what, and after which operation."""
+    """The engine is not what it was; the message says in what."""
 
 
 class Soak:
@@ -144,14 +144,17 @@ class Soak:
         rolled = self._canary()
         if rolled != self._canaries.setdefault(chosen, rolled):
             raise SoakFailure(f"weights {chosen} give other responses at version {version} than the first time")
-        self.engine.check_drained()
+        try:
+            self.engine.check_drained()
+        except RuntimeError as leak:
+            raise SoakFailure(f"with nothing resident, at version {version}: {leak}") from leak
         self.counts["leaked_pages"] = self.engine.scheduler.used_pages
         held = _held_bytes(self.engine.decoder.device)
         if version >= WEIGHTS:
             self._bytes = held if self._bytes is None else self._bytes
             self.counts["leaked_bytes"] = held - self._bytes
             if held > self._bytes:
-                raise SoakFailure(f"{held - self._bytes} bytes more are allocated than at the first update")
+                raise SoakFailure(f"{held - self._bytes} bytes more are held than with every set of weights once in")
 
     def _canary(self) -> list:
         """Tokens and log-probabilities of as many keyed responses as there are slots, of lengths 1 … 16."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 import torch
 
 L2_BYTES = 60 << 20
+REPLAYS = 15  # that a median is of
 
 
 def layers_beyond_cache(bytes_per_layer: int, most: int = 36) -> int:
@@ -13,7 +14,7 @@ def layers_beyond_cache(bytes_per_layer: int, most: int = 36) -> int:
     return max(2, min(most, -(-6 * L2_BYTES // max(bytes_per_layer, 1))))
 
 
-def graph_ms(launch: Callable[[int], None], layers: int, replays: int = 15) -> float:
+def graph_ms(launch: Callable[[int], None], layers: int, replays: int = REPLAYS) -> float:
     """Median milliseconds of one `launch(layer)`, over graph replays that launch every layer once.
 
     Nothing is synchronised inside a replay; the clock is the device's own events.

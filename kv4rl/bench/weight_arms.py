@@ -36,8 +36,7 @@ def _compiled_rows() -> Callable[[Tensor], tuple[Tensor, Tensor]]:
 
 def scaled_product(weight: Tensor) -> Product:
     """x @ weight.T with both in E4M3, one scale a token and one an output row; weight [out, in] BF16."""
-    scale = weight.abs().amax(dim=1, keepdim=True).float().clamp(min=1e-12) / E4M3_LARGEST
-    codes = (weight.float() / scale).to(torch.float8_e4m3fn)
+    codes, scale = quantise_rows(weight)
     column_scale = scale.t().contiguous()
 
     quantise = _compiled_rows() if weight.is_cuda else quantise_rows

@@ -68,7 +68,9 @@ class BatchingEngine(ABC):
     def step(self) -> list[Request]:
         """Run one scheduling step; returns the requests that finished in it, each exactly once.
 
-        A step that raises records nothing and can be taken again.
+        A step that raises records nothing and can be taken again. `RolloutEngine` raises `NonFiniteLogits`,
+        `PlanTooLarge` out of memory, `PeerLost` where a rank of its group is gone, and `RuntimeError` while its weights
+        are half written or its memory is given back.
         """
         begin = perf_counter()
         self.steps += 1

@@ -70,6 +70,7 @@ class RolloutEngine(BatchingEngine):
     device busy between decode steps; None: where steps are captured. All work goes to the CUDA stream that is current
     when a method is called: the same one each time.
     `memory`, if given, is where the cache is allocated; while its memory is given back no step runs.
+    Raises `InputError` for limits or widths that model and cache cannot have, `PlanTooLarge` if memory runs out.
     """
 
     def __init__(

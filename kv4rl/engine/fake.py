@@ -1,4 +1,4 @@
-"""The model-free twin: the same scheduler, tokens from a formula. For collector tests and rollout simulation."""
+"""The model-free twin: the same scheduler, tokens from a formula. What collectors and schedulers are tested with."""
 
 from collections.abc import Callable
 from dataclasses import replace

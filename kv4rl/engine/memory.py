@@ -16,13 +16,14 @@ from kv4rl.attention.cuda_arguments import SUMS_TAIL, UNIT_BYTES, chunk_weight_o
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.cache.memory_plan import HBMPlan, page_bytes, plan_hbm, side_bytes
 from kv4rl.config import KVConfig, RolloutConfig
+from kv4rl.engine.decode_step import PADDING
 from kv4rl.engine.flashinfer import WORKSPACE_BYTES
 from kv4rl.model.communicator import Communicator
 from kv4rl.model.decoder import Decoder
 
-SAMPLER_BYTES = 20  # a logit while its row is sampled: itself, log-probability and probability in FP32, FP64 CDF
+SAMPLER_BYTES = 20  # a logit while its row is sampled in plain torch: itself, log-probability, probability, FP64 CDF
 OUT_OF_MEMORY = re.compile("out of memory|ALLOC_FAILED", re.IGNORECASE)
-VECTORS = 8  # int64 a row in the decode step's static buffers: ids, contexts, slots, keys, ends, results
+VECTORS = len(PADDING) + 2  # int64 a row in the decode step's static buffers: what is uploaded, token and its logp
 
 
 class PlanTooLarge(RuntimeError):

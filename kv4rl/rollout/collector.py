@@ -98,7 +98,11 @@ class Collector(ABC):
         """Does the rule of this collector allow the collection to stop now?"""
 
     def collect(self) -> Collection:
-        """Run the engine until the rule is met; take the oldest T complete groups out of the pool."""
+        """Run the engine until the rule is met; take the oldest T complete groups out of the pool.
+
+        Raises `PromptsExhausted` if the stream ends first, `ValueError` if the engine's policy is older than a token of
+        the pool. The engine is paused in any case; the pool keeps what it has.
+        """
         started = time.perf_counter()
         version = self.engine.policy_version
         newest = max((r.versions[-1] for g in self._pool for r in g.requests if r.versions), default=version)
@@ -120,7 +124,10 @@ class Collector(ABC):
         return Collection(groups, stats)
 
     def abort(self, request: Request) -> None:
-        """Give up on one response of the pool: it counts as finished with the tokens it has, and is graded."""
+        """Give up on one response of the pool: it counts as finished with the tokens it has, and is graded.
+
+        Raises `ValueError` for any other request.
+        """
         known = _key(request) in self._open and not request.finished
         require(known, "request", _key(request), "an unfinished response of the pool")
         self.engine.abort(request)
@@ -200,7 +207,7 @@ class Collector(ABC):
             for request, graded in zip(group.requests, group.graded, strict=True)
             if not graded
         }
-        self._complete = sum(all(group.graded) for group in self._pool)
+        self._complete = sum(group.complete for group in self._pool)
 
     def _submit(self, stats: CollectionStats) -> None:
         """Hand every unfinished response to the engine: resumed prefixes first, and the oldest group first."""
@@ -259,11 +266,11 @@ class Collector(ABC):
             self._grade(group, request)
         group.graded[request.sibling] = True
         del self._open[_key(request)]
-        self._complete += all(group.graded)
+        self._complete += group.complete
 
     def _take(self, stats: CollectionStats) -> list[PromptGroup]:
         """Remove the oldest T complete groups from the pool, and describe what stays."""
-        complete = [group for group in self._pool if all(group.graded)]
+        complete = [group for group in self._pool if group.complete]
         taken = complete[: self.config.groups_per_update]
         self._pool = [group for group in self._pool if group not in taken]
         self._complete = len(complete) - len(taken)

@@ -75,8 +75,8 @@ class PromptGroup:
 
     @property
     def complete(self) -> bool:
-        """Have all G responses finished?"""
-        return all(request.finished for request in self.requests)
+        """Have all G responses finished, and been graded if there is a hook?"""
+        return all(self.graded)
 
     @property
     def first_version(self) -> int | None:

@@ -28,4 +28,4 @@ class PartialCollector(Collector):
         if self._complete < self.config.groups_per_update:
             return False
         version, limit = self.engine.policy_version, self.config.age_limit
-        return not any(group.age(version) >= limit for group in self._pool if not all(group.graded))
+        return not any(group.age(version) >= limit for group in self._pool if not group.complete)

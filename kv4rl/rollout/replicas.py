@@ -50,7 +50,8 @@ class Replicas:
         return finished
 
     def abort(self, request: Request) -> None:
-        self.engines[self._forget(request)].abort(request)
+        engine = self.engines[self._forget(request) if request in self._home else 0]  # any, if none holds it
+        engine.abort(request)
 
     def pause(self) -> list[Request]:
         now, paused = self.clock_ms, []

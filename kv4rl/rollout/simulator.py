@@ -59,7 +59,8 @@ def simulate(
 ) -> Simulation:
     """Run `collections` intervals with a frozen policy; T, the pool and the limits are those of `config`.
 
-    `config.groups_per_update` is the global quota over all replicas; slots and pages are per replica.
+    `config.groups_per_update` is the global quota over all replicas; slots and pages are per replica. Raises
+    `ValueError` for no collection, or more responses a group than the workload has lengths for.
     """
     require(collections >= 1, "collections", collections, "an integer >= 1")
     fits = config.responses_per_group <= workload.siblings
@@ -80,7 +81,10 @@ def simulate(
 
 
 def summarize(trace: Trace, collections: Sequence[int] | None = None) -> TraceSummary:
-    """Means over the pure-decode calls of a trace, measured or simulated; of some intervals, or of all."""
+    """Means over the pure-decode calls of a trace, measured or simulated; of some intervals, or of all.
+
+    Raises `ValueError` where there is no such call.
+    """
     rows = trace.pure_decode()
     if collections is not None:
         keep = np.isin(rows["collection"], list(collections))

@@ -1,7 +1,6 @@
-"""Measured decode steps and collections beside the paper's: Figs. 3b, A2, 4c and A3b,d, 2 and 6a, from stored rows.
+"""Replayed decode steps beside the paper's: Figs. 3b, A2 and A3b,d, from stored rows.
 
-Rows of `replay.csv` name the model `qwen3-4b` at TP2 and `qwen3-4b-tp1` on one GPU; the paper's are TP2. Rows of
-`rollout.csv` name it `qwen3-4b` on one GPU and `qwen3-4b-tp2` on two.
+Rows of `replay.csv` name the model `qwen3-4b` at TP2 and `qwen3-4b-tp1` on one GPU; the paper's are TP2.
 """
 
 import math

@@ -122,8 +122,9 @@ def today_limit(today: Rows, rollout: Rows, replay: Rows) -> str:
     return "\n".join(filter(None, said)) or named
 
 
-def _limit(found: Mapping[tuple, float], tokens: int, stepped: str, multiplied: str, model: str = "qwen3-4b") -> str:
+def _limit(found: Mapping[tuple, float], tokens: int, stepped: str, multiplied: str) -> str:
     """One length's sentence; empty where a row is missing."""
+    model = "qwen3-4b"
     try:
         generate, ours = (
             found[arm, model, f"256x128+{tokens}", "tokens_per_s"] for arm in ("transformers_generate", "kv4rl")

@@ -16,6 +16,7 @@ def test_the_floor_is_the_sum_of_the_parts_and_rows_name_the_state():
     rows = {row["metric"]: row for row in rows_of({uniform("4B-300", 640, 874): found}, "qwen3-4b")}
     assert rows["over_floor"]["shape"] == "4B-300/640x874" and rows["over_floor"]["unit"] == "x"
     assert rows["products_ms"]["value"] == 2.0 and rows["products_ms"]["unit"] == "ms"
+    assert [rows[m]["n"] for m in ("products_ms", "forward_ms", "floor_ms")] == [15, 30, ""], "samples, where timed"
 
 
 @pytest.mark.parametrize(

@@ -13,7 +13,8 @@ from kv4rl.bench import iteration
 from kv4rl.bench.iteration import main, scaled, speedups
 from kv4rl.bench.learner_load import input_tokens, multiplied_parameters, synthetic_groups
 from kv4rl.grpo.packing import pack
-from kv4rl.model.shapes import random_model
+from kv4rl.model.decoder import Decoder
+from kv4rl.model.shapes import random_model, shape_config
 from kv4rl.results import read_rows
 from kv4rl.rollout.fits import fit
 from kv4rl.rollout.forced import shrunk
@@ -134,6 +135,11 @@ def test_the_embedding_counts_only_where_it_is_the_head():
     decoder = random_model("mini-qwen3")
     total = sum(parameter.numel() for parameter in decoder.parameters())
     assert decoder.config.tied_head and multiplied_parameters(decoder) == total
+    with torch.device("meta"):
+        untied = Decoder(shape_config("qwen3-8b"))
+    total = sum(parameter.numel() for parameter in untied.parameters())
+    assert not untied.config.tied_head
+    assert multiplied_parameters(untied) == total - untied.config.vocab_size * untied.config.hidden_size
 
 
 @pytest.mark.parametrize(

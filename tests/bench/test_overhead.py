@@ -16,6 +16,9 @@ def test_overhead_writes_the_step_of_engine_and_replay(tmp_path, capsys):
     words = ["--device", "cpu", "--shapes", "3x20", "2x40", "--steps", "4", "--step-tokens", "24", "--out", str(out)]
     main(["overhead", *words])
     found = {(row["arm"], row["shape"], row["metric"]): float(row["value"]) for row in read_rows(out)}
+    timed = {row["metric"]: row["n"] for row in read_rows(out)}
+    assert timed["engine_step_ms"] == timed["serial_step_ms"] == "4" and timed["decode_replay_ms"] == "8"
+    assert timed["share_of_replay"] == timed["prefill_tokens_per_s"] == ""
     for arm in ("bf16", "kv4rl"):
         for shape in ("3x20", "2x40"):
             share, replay, own = (

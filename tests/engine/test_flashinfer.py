@@ -80,7 +80,6 @@ def test_fp8_keys_and_values_live_in_int8_pages(library, make_engine, make_decod
     exact = make_engine(decoder=decoder, cache_pages=100, eos=()).generate(prompts[4:], Sampling(temperature=0.0))
     found = engine.generate(prompts[4:], Sampling(temperature=0.0))
     assert sum(a.tokens[:3] == b.tokens[:3] for a, b in zip(found, exact, strict=True)) >= 2
-    assert all(token >= 0 for response in found for token in response.tokens)
 
 
 def test_what_flashinfer_cannot_read_is_refused(library, make_engine, make_decoder, monkeypatch):

@@ -189,6 +189,6 @@ def test_decode_rows_come_before_prefill_and_the_budget_holds(step_tokens):
         kinds.add(stats.kind)
         assert stats.decode_tokens == stats.active_requests == ready
         assert stats.decode_tokens + stats.prefill_tokens <= step_tokens
-    assert {"prefill", "mixed", "decode"} & kinds
+    assert kinds == {"prefill", "decode"} | ({"mixed"} if step_tokens == 4 else set())
     engine.step()
     assert engine.last_step.kind == "idle"

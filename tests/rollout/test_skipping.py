@@ -7,6 +7,7 @@ from hypothesis import strategies as st
 
 from kv4rl.config import RolloutConfig
 from kv4rl.engine.fake import FakeEngine
+from kv4rl.engine.request import Request
 from kv4rl.engine.scheduler import Limits
 from kv4rl.rollout.group import ListStream, Prompt
 from kv4rl.rollout.partial import PartialCollector
@@ -179,6 +180,20 @@ def test_when_one_replica_meets_the_quota_the_other_stops_at_the_same_time():
     assert steps == [30, 15]
     carried = [r for group in collector.pool for r in group.requests]
     assert [len(request.tokens) for request in carried] == [15, 15]
+
+
+def test_replicas_abort_what_none_of_them_holds():
+    """Paused between collections, or finished: as `Engine.abort` says of any state."""
+    replicas = two_replicas([constant(1), constant(1)], lengths=lambda r: 3)
+    done, paused = (Request(f"p{i}", 0, [1, 2], 8, (EOS,)) for i in range(2))
+    replicas.add(done)
+    while replicas.has_unfinished:
+        replicas.step()
+    replicas.add(paused)
+    assert replicas.pause() == [paused]
+    for request in (done, paused):
+        replicas.abort(request)
+    assert (done.finish_reason, paused.finish_reason) == ("eos", "abort")
 
 
 def test_replicas_keep_count_of_aborted_requests():
