@@ -1,4 +1,6 @@
-"""Which device a command computes on."""
+"""Which device a command computes on, and its memory given back."""
+
+import gc
 
 import torch
 
@@ -17,3 +19,10 @@ def choose_device(name: str) -> torch.device:
         expected = "cpu: this machine has no CUDA device that torch can use"
     require(name in ("auto", *there), "device", name, expected)
     return torch.device(("cuda" if count else "cpu") if name == "auto" else name)
+
+
+def release_memory(device: torch.device) -> None:
+    """Give back what nothing refers to any more: torch's allocator would keep it for itself."""
+    gc.collect()
+    if device.type == "cuda":
+        torch.cuda.empty_cache()

@@ -110,3 +110,21 @@ def connect(device: str) -> Iterator[Ranks]:
             yield Ranks(chosen, dist.get_rank(), mesh if mesh.size() > 1 else None)
     finally:
         dist.destroy_process_group()
+
+
+@contextmanager
+def tensor_parallel(size: int, device_type: str) -> Iterator[Replica]:
+    """One replica over all the `size` processes that torchrun started; for size 1 this process alone.
+
+    Raises `ValueError` as `init_mesh` does.
+    """
+    if size == 1:
+        yield Replica(0, 1, True, None)
+        return
+    try:
+        communicator = make_communicator(init_mesh(size, device_type))
+        with leaving_lost_peers():
+            yield Replica(0, 1, communicator.rank == 0, communicator)
+    finally:
+        if dist.is_initialized():
+            dist.destroy_process_group()

@@ -16,15 +16,21 @@ from kv4rl.rollout.skipping import SkippingEngine
 from kv4rl.rollout.workload import Workload
 
 
+def carry_simulated(
+    collector: Collector, config: RolloutConfig, workload: Workload, replica: Replica, *, intervals: int,
+    vocab_size: int, eos: int,
+) -> None:  # fmt: skip
+    """Set an engine's collector to where `intervals` collections at policy versions 0 … intervals - 1 leave it."""
+    given = {"intervals": intervals, "vocab_size": vocab_size, "eos": eos}
+    collector.load_state(simulated_state(type(collector), config, workload, replica, **given))
+
+
 def simulated_state(
     kind: type[Collector], config: RolloutConfig, workload: Workload, replica: Replica, *, intervals: int,
     vocab_size: int, eos: int,
 ) -> dict:  # fmt: skip
-    """`Collector.state()` after `intervals` collections at policy versions 0 … intervals - 1, with invented tokens."""
-    engine = SkippingEngine(
-        workload, slots=config.max_active_requests, pages=config.cache_pages, step_tokens=config.step_tokens,
-        workspace_tokens=config.workspace_tokens, max_prompt_tokens=config.max_prompt_tokens,
-    )  # fmt: skip
+    """`Collector.state()` after these collections, with invented tokens."""
+    engine = SkippingEngine.within(config, workload)
     collector = kind(engine, dealt(workload.stream(), replica), config, grade=None, eos_token_ids=(eos,))
     for _ in range(intervals):
         collector.collect()

@@ -12,9 +12,9 @@ import argparse
 import json
 import statistics
 from collections.abc import Sequence
+from contextlib import ExitStack
 
 import torch
-import torch.distributed as dist
 import torch.nn.functional as F
 
 from kv4rl.bench.refusals import require_counts, require_flashinfer, require_ranks, require_writable
@@ -25,9 +25,9 @@ from kv4rl.bench.timing import REPLAYS, graph_ms
 from kv4rl.cli import one_sentence
 from kv4rl.config import LARGEST, require, require_number
 from kv4rl.device import choose_device
-from kv4rl.model.communicator import init_mesh, make_communicator
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.shapes import SHAPES, random_model
+from kv4rl.ranks import tensor_parallel
 from kv4rl.results import result_row, write_rows
 
 SAMPLES, WARMUPS = 30, 10
@@ -129,26 +129,28 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options, communicator = parse(arguments), None
-    with one_sentence("kv4rl.bench floor"):
-        if options.tp > 1:
-            communicator = make_communicator(init_mesh(options.tp, "cuda"))
-        decoder = random_model(options.model, device="cuda", communicator=communicator)
-        states = fitting(decoder, "bf16", states_of(options), options.hbm_gb * 1e9)
-        require(bool(states), "hbm-gb", options.hbm_gb, "room for the model and at least one state")
-    first = communicator is None or communicator.rank == 0
+    options = parse(arguments)
+    with ExitStack() as stack:
+        with one_sentence("kv4rl.bench floor"):
+            replica = stack.enter_context(tensor_parallel(options.tp, "cuda"))
+            decoder = random_model(options.model, device="cuda", communicator=replica.communicator)
+            states = fitting(decoder, "bf16", states_of(options), options.hbm_gb * 1e9)
+            require(bool(states), "hbm-gb", options.hbm_gb, "room for the model and at least one state")
+        report(options, decoder, states, replica.leads)
+
+
+def report(options: argparse.Namespace, decoder: Decoder, states: Sequence[State], leads: bool) -> None:
+    """Measure every state; the first rank writes rows and prints."""
     model, found = options.model if options.tp == 2 else f"{options.model}-tp{options.tp}", {}
     for state in states:
         found[state] = measure(decoder, state)
-        if first:
+        if leads:
             path = write_rows(options.out, rows_of(found, model))
             values = "  ".join(f"{metric} {value:.3f}" for metric, value in found[state].items())
             print(f"{state.group:>8} {state.name:>10}  {values}", flush=True)
-    if first:
+    if leads:
         worst = max(values["over_floor"] for values in found.values())
         print(json.dumps({"experiment": "floor", "model": model, "file": str(path), "worst_over_floor": worst}))
-    if communicator is not None:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

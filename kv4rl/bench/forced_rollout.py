@@ -21,6 +21,11 @@ def require_flags(options: argparse.Namespace) -> None:
     require_writable(options.out)
 
 
+def shape_name(options: argparse.Namespace, name: str) -> str:
+    """How rows name a fit whose lengths are divided by `options.shrink`."""
+    return name if options.shrink == 1 else f"{name}/{options.shrink:g}"
+
+
 def forced_rollout(options: argparse.Namespace, name: str, positions: int) -> tuple[Workload, RolloutConfig]:
     """The lengths of fit `name`, divided by `options.shrink`, and the engine's limits for them.
 

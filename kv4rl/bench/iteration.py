@@ -26,17 +26,17 @@ from statistics import fmean
 
 import torch
 
-from kv4rl.bench.carried import dealt, simulated_state
-from kv4rl.bench.forced_rollout import forced_rollout, require_flags
+from kv4rl.bench.carried import carry_simulated, dealt
+from kv4rl.bench.engines import bench_engine, bench_plan
+from kv4rl.bench.forced_rollout import forced_rollout, require_flags, shape_name
 from kv4rl.bench.learner_load import dense_flops_per_s, input_tokens, multiplied_parameters, reward, synthetic_groups
 from kv4rl.bench.refusals import require_counts, require_flashinfer
 from kv4rl.cache.memory_plan import HBMPlan
 from kv4rl.checkpoint import BackgroundSave, Checkpoint
 from kv4rl.cli import one_sentence
-from kv4rl.config import PRECISIONS, GRPOConfig, KVConfig, RolloutConfig, require
+from kv4rl.config import PRECISIONS, GRPOConfig, RolloutConfig, require
 from kv4rl.engine.engine import RolloutEngine
-from kv4rl.engine.flashinfer import decodes_baseline
-from kv4rl.engine.memory import plan_engine, within
+from kv4rl.engine.memory import within
 from kv4rl.grpo.batch_metrics import max_over_ranks
 from kv4rl.grpo.host_memory import HostMemory
 from kv4rl.grpo.learner import GRPOLearner
@@ -91,9 +91,7 @@ class Bench:
 
     def plan(self, precision: str) -> HBMPlan:
         """The engine's memory. Raises `ValueError`, item by item, where the budget is too small."""
-        flashinfer = decodes_baseline(precision, self.decoder.device)
-        budget = int(self.options.hbm_gb * 1e9)
-        return plan_engine(self.decoder, KVConfig(precision), self.rollout, budget, flashinfer=flashinfer)
+        return bench_plan(self.decoder, precision, self.rollout, int(self.options.hbm_gb * 1e9))
 
     def gathered(self, items: list) -> list:
         """What the replicas hold, on all ranks."""
@@ -138,12 +136,8 @@ def make_engine(bench: Bench, precision: str) -> RolloutEngine | None:
     rollout = within(bench.plan(precision), bench.rollout)
     if not {"rollout", "switch"} & set(bench.options.parts):
         rollout = replace(rollout, cache_pages=1)  # a sync needs none
-    engine = RolloutEngine(
-        bench.decoder, KVConfig(precision), rollout, eos_token_ids=(EOS,), forced_lengths=bench.workload,
-        memory=bench.phases.memory(),
-    )  # fmt: skip
-    if decodes_baseline(precision, bench.decoder.device):
-        engine.use_flashinfer()
+    given = {"forced_lengths": bench.workload, "memory": bench.phases.memory()}
+    engine = bench_engine(bench.decoder, precision, rollout, eos_token_ids=(EOS,), **given)
     bench.phases.attach(engine)
     engine.policy_version = bench.version
     if "rollout" in bench.options.parts:
@@ -217,7 +211,7 @@ def form_carry_pool(bench: Bench, engine: RolloutEngine, collector: PartialColle
     if first:
         vocabulary = bench.learner.weights.decoder.config.vocab_size
         given = {"intervals": first, "vocab_size": vocabulary, "eos": EOS}
-        collector.load_state(simulated_state(PartialCollector, engine.rollout, bench.workload, bench.replica, **given))
+        carry_simulated(collector, engine.rollout, bench.workload, bench.replica, **given)
         bench.version = engine.policy_version = max(bench.version, first)
     for _ in range(first, bench.options.warmup):
         collector.collect()
@@ -376,7 +370,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         for name in options.fits:
             with one_sentence("kv4rl.bench iteration"):
                 bench = make(options, ranks, name)
-            shape = name if options.shrink == 1 else f"{name}/{options.shrink:g}"
+            shape = shape_name(options, name)
             found = measure(bench, shape)
             summary[shape] = {arm: {m: fmean(v) for m, v in columns.items()} for arm, columns in found.items()}
             summary[shape]["speedup_vs_bf16"] = speedups(found)

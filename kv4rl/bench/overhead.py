@@ -10,28 +10,27 @@ timed at the very contexts in the middle of them. Weights are random.
 """
 
 import argparse
-import gc
 import json
 import statistics
 from collections.abc import Sequence
+from contextlib import ExitStack
 from time import perf_counter
 
 import torch
-import torch.distributed as dist
 
+from kv4rl.bench.engines import bench_engine
 from kv4rl.bench.refusals import require_counts, require_flashinfer, require_ranks, require_writable
 from kv4rl.bench.replay_arm import Replay
 from kv4rl.bench.replay_states import State, parse_shapes
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.cli import one_sentence
-from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig, require
-from kv4rl.device import choose_device
+from kv4rl.config import PRECISIONS, RolloutConfig, require
+from kv4rl.device import choose_device, release_memory
 from kv4rl.engine.engine import RolloutEngine
-from kv4rl.engine.flashinfer import decodes_baseline
 from kv4rl.engine.request import Request
-from kv4rl.model.communicator import init_mesh, make_communicator
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.shapes import SHAPES, random_model, shape_config
+from kv4rl.ranks import tensor_parallel
 from kv4rl.results import result_row, write_rows
 
 WARMUPS = 8  # decode steps before those timed
@@ -60,9 +59,7 @@ def require_positions(options: argparse.Namespace) -> None:
 def make_engine(decoder: Decoder, precision: str, batch: int, context: int, options: argparse.Namespace):
     """An engine with all requests of a shape queued."""
     rollout = limits(batch, context, options)
-    engine = RolloutEngine(decoder, KVConfig(precision), rollout, eos_token_ids=())
-    if decodes_baseline(precision, decoder.device):
-        engine.use_flashinfer()
+    engine = bench_engine(decoder, precision, rollout, eos_token_ids=())
     vocabulary, cap = decoder.config.vocab_size, rollout.max_response_tokens
     for i in range(batch):
         engine.add(Request(f"p{i}", 0, [(7 * i + j) % vocabulary for j in range(context)], cap, (), (i,)))
@@ -97,7 +94,7 @@ def engine_ms(engine: RolloutEngine, overlap: bool, steps: int) -> tuple[float, 
 def measure(decoder: Decoder, precision: str, batch: int, context: int, options: argparse.Namespace) -> dict:
     """Metric -> value of one precision at one shape."""
     prefill(make_engine(decoder, precision, batch, context, options), batch)  # builds kernels for all kinds of steps
-    _collect(decoder)
+    release_memory(decoder.device)
     engine = make_engine(decoder, precision, batch, context, options)
     found = {"prefill_tokens_per_s": prefill(engine, batch)}
     found["engine_step_ms"], found["device_step_ms"] = engine_ms(engine, True, options.steps)
@@ -105,13 +102,13 @@ def measure(decoder: Decoder, precision: str, batch: int, context: int, options:
     found["serial_step_ms"], _ = engine_ms(engine, False, options.steps)
     engine.pause()
     del engine
-    _collect(decoder)
+    release_memory(decoder.device)
     state = State("overhead", tuple(contexts.tolist()))
     replay = Replay(precision, decoder, [state])
     replay.time(state, options.heat, 1)  # on a card as warm as the engine's steps found it
     found["decode_replay_ms"] = statistics.fmean(replay.time(state, 2 * options.steps, WARMUPS))
     del replay
-    _collect(decoder)
+    release_memory(decoder.device)
     found["share_of_replay"] = found["decode_replay_ms"] / found["engine_step_ms"]
     found["serial_share_of_replay"] = found["decode_replay_ms"] / found["serial_step_ms"]
     return found
@@ -124,12 +121,6 @@ def _unit(metric: str) -> str:
 def _timed(metric: str, steps: int) -> int | str:
     """How many steps a mean is over; empty for what is made of means, and for prefill, of as many as it takes."""
     return {"decode_replay_ms": 2 * steps}.get(metric, steps if metric.endswith("step_ms") else "")
-
-
-def _collect(decoder: Decoder) -> None:
-    gc.collect()
-    if decoder.device.type == "cuda":
-        torch.cuda.empty_cache()
 
 
 def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
@@ -159,14 +150,17 @@ def parse(arguments: Sequence[str] | None) -> argparse.Namespace:
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    options, communicator = parse(arguments), None
-    with one_sentence("kv4rl.bench overhead"):
-        require_positions(options)
-        if options.tp > 1:
-            communicator = make_communicator(init_mesh(options.tp, options.device))
-    first = communicator is None or communicator.rank == 0
-    with one_sentence("kv4rl.bench overhead"):
-        decoder = random_model(options.model, device=options.device, communicator=communicator)
+    options = parse(arguments)
+    with ExitStack() as stack:
+        with one_sentence("kv4rl.bench overhead"):
+            require_positions(options)
+            replica = stack.enter_context(tensor_parallel(options.tp, options.device))
+            decoder = random_model(options.model, device=options.device, communicator=replica.communicator)
+        report(options, decoder, replica.leads)
+
+
+def report(options: argparse.Namespace, decoder: Decoder, leads: bool) -> None:
+    """Measure every precision at every shape; the first rank writes rows and prints."""
     model = options.model if options.tp == 1 else f"{options.model}-tp{options.tp}"
     made, shares = [], {}
     for precision in options.precisions:
@@ -176,13 +170,11 @@ def main(arguments: Sequence[str] | None = None) -> None:
             for m, v in found.items():
                 made.append(result_row(**about, metric=m, unit=_unit(m), value=v, n=_timed(m, options.steps)))
             shares[f"{precision} {shape}"] = round(found["share_of_replay"], 4)
-            if first:
+            if leads:
                 print(f"{precision:>6} {shape:>10} " + "  ".join(f"{m} {v:.3f}" for m, v in found.items()), flush=True)
-    if first:
+    if leads:
         path = write_rows(options.out, made)
         print(json.dumps({"experiment": "overhead", "model": model, "file": str(path), "share_of_replay": shares}))
-    if communicator is not None:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

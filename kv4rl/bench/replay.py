@@ -14,13 +14,11 @@ runs it once more at the end, and the card shows how far the two differ.
 
 import argparse
 import contextlib
-import gc
 import json
 import statistics
 from collections.abc import Iterable, Sequence
 
 import torch
-import torch.distributed as dist
 
 from kv4rl.bench.refusals import require_counts, require_flashinfer, require_ranks, require_writable
 from kv4rl.bench.replay_arm import ARMS, NEED_CUDA, WINDOWS, Replay, arm_side_bytes, baseline
@@ -30,10 +28,10 @@ from kv4rl.cache.main_cache import pages_for
 from kv4rl.cache.memory_plan import page_bytes
 from kv4rl.cli import one_sentence
 from kv4rl.config import LARGEST, require, require_number
-from kv4rl.device import choose_device
-from kv4rl.model.communicator import init_mesh, make_communicator
+from kv4rl.device import choose_device, release_memory
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.shapes import SHAPES, random_model, shape_config
+from kv4rl.ranks import tensor_parallel
 from kv4rl.results import result_row, write_rows
 
 REPEAT = "bf16_repeat"  # the baseline once more, at the end
@@ -68,9 +66,7 @@ def measure(decoder: Decoder, arm: str, states: Sequence[State], options: argpar
             for state in states:
                 samples[state] += replay.time(state, options.samples // options.blocks, options.warmups)
         del replay
-    gc.collect()
-    if decoder.device.type == "cuda":
-        torch.cuda.empty_cache()
+    release_memory(decoder.device)
     return samples
 
 
@@ -217,31 +213,31 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def main(arguments: list[str] | None = None) -> None:
     options = parse(arguments)
-    communicator = None
-    with one_sentence("kv4rl.bench replay"):
-        require_arms(options)
-        if options.tp > 1:
-            communicator = make_communicator(init_mesh(options.tp, options.device))
-    first = communicator is None or communicator.rank == 0
-    say = (lambda text: print(text, flush=True)) if first else (lambda text: None)
-    with one_sentence("kv4rl.bench replay"):
-        decoder = random_model(options.model, device=options.device, communicator=communicator)
-        require_one_fits(options, decoder)
+    with contextlib.ExitStack() as stack:
+        with one_sentence("kv4rl.bench replay"):
+            require_arms(options)
+            replica = stack.enter_context(tensor_parallel(options.tp, options.device))
+            decoder = random_model(options.model, device=options.device, communicator=replica.communicator)
+            require_one_fits(options, decoder)
+        report(options, decoder, replica.leads)
+
+
+def report(options: argparse.Namespace, decoder: Decoder, leads: bool) -> None:
+    """Run every arm; the first rank writes rows and prints."""
+    say = (lambda text: print(text, flush=True)) if leads else (lambda text: None)
     say(f"card: {options.model} tp{options.tp}, random weights at the true shape, {options.samples} samples a state")
     model = options.model if options.tp == 2 else f"{options.model}-tp{options.tp}"
     path = options.out
 
     def keep(times: Times, whole: set[str]) -> None:
         nonlocal path
-        if first:
+        if leads:
             path = write_rows(options.out, rows(times, whole, model))
 
     times = run(options, decoder, say, keep)
-    if first:
+    if leads:
         found = {f"{arm} {group}": round(value, 4) for (arm, group), value in aggregates(times).items()}
         say(json.dumps({"experiment": "replay", "model": model, "file": str(path), "speedup_vs_bf16": found}))
-    if communicator is not None:
-        dist.destroy_process_group()
 
 
 if __name__ == "__main__":

@@ -18,7 +18,6 @@ through FlashInfer, and every batch bucket is captured before the first collecti
 """
 
 import argparse
-import gc
 import json
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -28,18 +27,18 @@ from dataclasses import dataclass, replace
 import numpy as np
 import torch
 
-from kv4rl.bench.carried import dealt, simulated_state
-from kv4rl.bench.forced_rollout import forced_rollout, require_flags
+from kv4rl.bench.carried import carry_simulated, dealt
+from kv4rl.bench.engines import bench_engine, bench_plan
+from kv4rl.bench.forced_rollout import forced_rollout, require_flags, shape_name
 from kv4rl.bench.outcome import Outcome, gains, over_replicas, rows, table
 from kv4rl.bench.refusals import require_counts, require_flashinfer
 from kv4rl.bench.trace_bins import binned, write_bins
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.cache.memory_plan import HBMPlan
 from kv4rl.cli import one_sentence
-from kv4rl.config import PAGE_TOKENS, PRECISIONS, KVConfig, RolloutConfig, require, require_integer
+from kv4rl.config import PAGE_TOKENS, PRECISIONS, RolloutConfig, require, require_integer
+from kv4rl.device import release_memory
 from kv4rl.engine.engine import RolloutEngine
-from kv4rl.engine.flashinfer import decodes_baseline
-from kv4rl.engine.memory import plan_engine
 from kv4rl.model.decoder import Decoder
 from kv4rl.model.shapes import SHAPES, random_model
 from kv4rl.ranks import Ranks, Replica, connect
@@ -97,8 +96,7 @@ class Setting:
         return pages
 
     def plan(self, precision: str) -> HBMPlan:
-        flashinfer = decodes_baseline(precision, self.decoder.device)
-        return plan_engine(self.decoder, KVConfig(precision), self.rollout, self.budget_bytes, flashinfer=flashinfer)
+        return bench_plan(self.decoder, precision, self.rollout, self.budget_bytes)
 
 
 def run(setting: Setting, collector: str, precision: str, pages: int) -> Outcome:
@@ -115,8 +113,7 @@ def run(setting: Setting, collector: str, precision: str, pages: int) -> Outcome
     collecting = kind(engine, prompts, config, grade=None, eos_token_ids=(EOS,), trace=trace)
     first = setting.warmup if setting.simulate_warmup else 0
     if first:
-        given = {"intervals": first, "vocab_size": vocabulary, "eos": EOS}
-        collecting.load_state(simulated_state(kind, config, setting.workload, replica, **given))
+        carry_simulated(collecting, config, setting.workload, replica, intervals=first, vocab_size=vocabulary, eos=EOS)
     intervals = []
     for version in range(first, setting.warmup + setting.collections):
         engine.policy_version = version  # a simulated update: the policy stays frozen, ages grow (§B.3)
@@ -160,14 +157,8 @@ def wall_tokens_per_second(trace: DeviceTrace, collections: Sequence[int]) -> fl
 
 def _engine(setting: Setting, precision: str, config: RolloutConfig) -> RolloutEngine:
     """The engine of one arm; the memory of the one before is given back first."""
-    gc.collect()
-    if setting.decoder.device.type == "cuda":
-        torch.cuda.empty_cache()
-    engine = RolloutEngine(
-        setting.decoder, KVConfig(precision), config, eos_token_ids=(EOS,), forced_lengths=setting.workload
-    )
-    if decodes_baseline(precision, setting.decoder.device):
-        engine.use_flashinfer()
+    release_memory(setting.decoder.device)
+    engine = bench_engine(setting.decoder, precision, config, eos_token_ids=(EOS,), forced_lengths=setting.workload)
     engine.capture()
     return engine
 
@@ -247,7 +238,7 @@ def parse(arguments: list[str] | None) -> argparse.Namespace:
 
 def measure(options: argparse.Namespace, name: str, setting: Setting) -> dict[str, dict[str, float]]:
     """Both comparisons at one fit; rows are written after each arm, so that a run cut short keeps what it measured."""
-    shape = name if options.shrink == 1 else f"{name}/{options.shrink:g}"
+    shape = shape_name(options, name)
     shape += "" if options.bf16_pages is None else f", {options.bf16_pages} BF16 pages"
     model = model_name(options, setting.replica)
     for precision in options.precisions:

@@ -21,13 +21,12 @@ from time import perf_counter
 import numpy as np
 import torch
 
+from kv4rl.bench.engines import bench_engine
 from kv4rl.bench.refusals import require_counts, require_flashinfer, require_writable
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.cli import one_sentence
-from kv4rl.config import LARGEST, PRECISIONS, KVConfig, RolloutConfig, require, require_integer, require_number
+from kv4rl.config import LARGEST, PRECISIONS, RolloutConfig, require, require_integer, require_number
 from kv4rl.device import choose_device
-from kv4rl.engine.engine import RolloutEngine
-from kv4rl.engine.flashinfer import decodes_baseline
 from kv4rl.engine.request import Request
 from kv4rl.model.shapes import random_model, shape_config
 from kv4rl.results import result_row, write_rows
@@ -56,9 +55,7 @@ class Soak:
             workspace_tokens=2 * options.longest, max_prompt_tokens=options.longest // PROMPTS,
             max_response_tokens=options.longest - options.longest // PROMPTS,
         )  # fmt: skip
-        self.engine = RolloutEngine(model(0), KVConfig(precision), self.config, eos_token_ids=EOS)
-        if decodes_baseline(precision, self.engine.decoder.device):
-            self.engine.use_flashinfer()
+        self.engine = bench_engine(model(0), precision, self.config, eos_token_ids=EOS)
         self.engine.overlap = True  # on a CPU too
         self.engine.capture()
         self.rng = np.random.default_rng(options.seed)

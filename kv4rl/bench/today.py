@@ -10,7 +10,6 @@ Weights are random at the true shape: they change no kernel's work.
 """
 
 import argparse
-import gc
 import importlib.util
 import json
 import statistics
@@ -21,13 +20,12 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM, ContinuousBatchingConfig, GenerationConfig, PreTrainedModel
 
+from kv4rl.bench.engines import bench_engine
 from kv4rl.bench.refusals import LARGEST_COUNT, require_counts, require_flashinfer, require_writable
 from kv4rl.cache.main_cache import pages_for
 from kv4rl.cli import one_sentence
-from kv4rl.config import PRECISIONS, KVConfig, RolloutConfig, require, require_integer
-from kv4rl.device import choose_device
-from kv4rl.engine.engine import RolloutEngine
-from kv4rl.engine.flashinfer import decodes_baseline
+from kv4rl.config import PRECISIONS, RolloutConfig, require, require_integer
+from kv4rl.device import choose_device, release_memory
 from kv4rl.engine.request import Request
 from kv4rl.engine.sampler import Sampling
 from kv4rl.model.decoder import Decoder
@@ -110,11 +108,7 @@ def ours(decoder: Decoder, precision: str, prompts: list[list[int]], most_tokens
     wave = max(1, STEP_TOKENS // len(prompts[0]))
     buckets = sorted({min(count, size) for size in range(wave, count + wave, wave)})
     length = Length()
-    engine = RolloutEngine(
-        decoder, KVConfig(precision), rollout, eos_token_ids=(EOS,), forced_lengths=length, buckets=buckets
-    )
-    if decodes_baseline(precision, decoder.device):
-        engine.use_flashinfer()
+    engine = bench_engine(decoder, precision, rollout, eos_token_ids=(EOS,), forced_lengths=length, buckets=buckets)
     engine.capture()
 
     def generate(tokens: int) -> list[list[int]]:
@@ -164,9 +158,7 @@ def measure(
         found[arm] = seconds(generate, options.new_tokens, options.prompts, decoder.device)
         keep(found)
         del generate
-        gc.collect()
-        if decoder.device.type == "cuda":
-            torch.cuda.empty_cache()
+        release_memory(decoder.device)
         rate = options.prompts * options.new_tokens / statistics.median(found[arm])
         over = statistics.median(found[BASE]) / statistics.median(found[arm]) if BASE in found else None
         say(f"{arm:>28} {rate:10.0f} tokens/s" + ("" if over is None else f"  {over:6.2f}x of generate"))

@@ -49,11 +49,6 @@ def _find_ninja() -> None:
         os.environ["PATH"] = os.pathsep.join((os.environ.get("PATH", ""), str(beside)))
 
 
-def decodes_baseline(precision: str, device: torch.device) -> bool:
-    """Whether a benchmark's engine decodes through FlashInfer: its unquantised arm on CUDA (§A.2)."""
-    return precision == "bf16" and device.type == "cuda"
-
-
 class FlashInferBackend:
     """`attention.backends.Backend` and `engine.decode_step.PlannedOnHost` for one cache of precision `bf16`.
 

@@ -66,7 +66,8 @@ def simulate(
     fits = config.responses_per_group <= workload.siblings
     require(fits, "responses_per_group", config.responses_per_group, f"at most siblings={workload.siblings}")
     started, trace = time.perf_counter(), Trace()
-    engines = Replicas([_engine(config, workload, cost, bytes_per_page, trace, n) for n in range(replicas)])
+    given = {"bytes_per_page": bytes_per_page, "cost": cost, "trace": trace}
+    engines = Replicas([SkippingEngine.within(config, workload, **given, replica=n) for n in range(replicas)])
     kind = {"sync": SyncCollector, "partial": PartialCollector}[config.collector]
     collector = kind(engines, workload.stream(), config, grade=None, eos_token_ids=(EOS,))
     stats, interval_ms, lengths = [], [], []
@@ -103,21 +104,4 @@ def summarize(trace: Trace, collections: Sequence[int] | None = None) -> TraceSu
         used_pages=float(rows["used_pages"].mean()),
         carried_share=float(rows["carried_context_tokens"].sum() / rows["context_tokens"].sum()),
         preemptions=int(rows["preemptions"].sum()),
-    )
-
-
-def _engine(
-    config: RolloutConfig, workload: Workload, cost: Cost, bytes_per_page: int, trace: Trace, replica: int
-) -> SkippingEngine:
-    return SkippingEngine(
-        workload,
-        slots=config.max_active_requests,
-        pages=config.cache_pages,
-        step_tokens=config.step_tokens,
-        workspace_tokens=config.workspace_tokens,
-        max_prompt_tokens=config.max_prompt_tokens,
-        bytes_per_page=bytes_per_page,
-        cost=cost,
-        trace=trace,
-        replica=replica,
     )

@@ -11,7 +11,7 @@ from dataclasses import replace
 import numpy as np
 
 from kv4rl.cache.page_allocator import OutOfPages
-from kv4rl.config import PAGE_TOKENS
+from kv4rl.config import PAGE_TOKENS, RolloutConfig
 from kv4rl.engine.base import BatchingEngine
 from kv4rl.engine.request import Request
 from kv4rl.engine.scheduler import Entry, Limits, Scheduler, StepPlan
@@ -201,6 +201,14 @@ class SkippingEngine(BatchingEngine):
         self._cost = cost
         self._recorder = None if trace is None else Recorder(trace, replica)
         self._quiet: np.ndarray | None = None  # milliseconds of the coming quiet steps, until something changes
+
+    @classmethod
+    def within(cls, rollout: RolloutConfig, lengths: Callable[[Request], int], **given) -> "SkippingEngine":
+        """The simulated engine with an engine's limits; `given` as in `SkippingEngine`."""
+        return cls(
+            lengths, slots=rollout.max_active_requests, pages=rollout.cache_pages, step_tokens=rollout.step_tokens,
+            workspace_tokens=rollout.workspace_tokens, max_prompt_tokens=rollout.max_prompt_tokens, **given,
+        )  # fmt: skip
 
     @property
     def next_event_ms(self) -> float:

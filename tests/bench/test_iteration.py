@@ -74,7 +74,7 @@ def test_learner_sync_switch_and_checkpoint_alone_collect_nothing(tmp_path, monk
 
 
 def test_the_learner_alone_needs_no_engine_and_says_how_far_it_is(tmp_path, monkeypatch, capsys):
-    monkeypatch.setattr("kv4rl.bench.iteration.RolloutEngine", None)
+    monkeypatch.setattr("kv4rl.bench.iteration.bench_engine", None)
     main([*SMALL, "--parts", "learner", "--iterations", "1", "--tokens", "200", "--out", str(tmp_path / "x.csv")])
     said = capsys.readouterr().out
     for stage in ("built", "compiled and warmed up", "update_s"):

@@ -7,6 +7,7 @@ import torch
 
 from kv4rl.bench import today
 from kv4rl.bench.__main__ import main
+from kv4rl.engine.engine import RolloutEngine
 from kv4rl.model.attend import PackedCausal
 from kv4rl.model.shapes import random_model
 from kv4rl.results import read_rows
@@ -33,14 +34,14 @@ def test_every_arm_generates_and_is_set_against_generate(tmp_path, capsys):
 @pytest.mark.parametrize(("prompt_tokens", "new_tokens"), [(1, 15), (17, 15), (100, 12)])
 def test_all_requests_are_active_whatever_share_of_a_page_they_end_in(prompt_tokens, new_tokens, monkeypatch):
     """Of prompts that fill as many pages as their responses end in, half waited for the others."""
-    active, step = [0], today.RolloutEngine.step
+    active, step = [0], RolloutEngine.step
 
     def watched(engine):
         finished = step(engine)
         active.append(engine.last_step.active_requests)
         return finished
 
-    monkeypatch.setattr(today.RolloutEngine, "step", watched)
+    monkeypatch.setattr(RolloutEngine, "step", watched)
     today.ours(random_model("mini-qwen3"), "kv4", [[3] * prompt_tokens] * 12, new_tokens)(new_tokens)
     assert max(active) == 12
 

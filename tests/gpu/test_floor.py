@@ -2,6 +2,7 @@
 
 import pytest
 
+from kv4rl.attention.backends import BackendUnavailable
 from kv4rl.bench.__main__ import main
 from kv4rl.engine.flashinfer import import_flashinfer
 from kv4rl.results import read_rows
@@ -12,7 +13,7 @@ pytestmark = pytest.mark.gpu
 def test_floor_times_products_and_attention_beside_the_forward(tmp_path):
     try:
         import_flashinfer()
-    except RuntimeError as missing:
+    except BackendUnavailable as missing:
         pytest.skip(str(missing))
     out = tmp_path / "replay.csv"
     main(["floor", "--model", "mini-qwen3", "--shapes", "64x200", "--out", str(out)])

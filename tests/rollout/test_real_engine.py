@@ -53,16 +53,8 @@ def test_the_simulator_replays_the_engine_step_by_step(decoder):
         responses = run(engine, config, measured)
         # What had not ended when the collections did ends later: any longer length gives the same steps.
         lengths = {key: len(r.tokens) if r.finish_reason == "eos" else CAP + 1 for key, r in responses.items()}
-        twin = SkippingEngine(
-            lambda request: lengths[request.prompt_id, request.sibling],
-            slots=config.max_active_requests,
-            pages=config.cache_pages,
-            step_tokens=config.step_tokens,
-            workspace_tokens=config.workspace_tokens,
-            max_prompt_tokens=config.max_prompt_tokens,
-            bytes_per_page=engine.bytes_per_page,
-            trace=simulated,
-        )
+        forced = lambda request: lengths[request.prompt_id, request.sibling]
+        twin = SkippingEngine.within(config, forced, bytes_per_page=engine.bytes_per_page, trace=simulated)
         replayed = run(twin, config, simulated)
         for name in (name for name in COLUMNS if name != "step_ms"):
             assert measured.column(name).tolist() == simulated.column(name).tolist(), name

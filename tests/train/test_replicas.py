@@ -54,11 +54,7 @@ def test_two_replicas_at_the_papers_quota_finish_as_many_requests_within_ten_per
     workload, config = law.workload(), replace(law.rollout("partial"), groups_per_update=128 // REPLICAS)
     replicas = []
     for number in range(REPLICAS):
-        engine = SkippingEngine(
-            workload, slots=config.max_active_requests, pages=config.cache_pages, step_tokens=config.step_tokens,
-            workspace_tokens=config.workspace_tokens, max_prompt_tokens=config.max_prompt_tokens, bytes_per_page=1,
-            cost=one_step, trace=Trace(), replica=number,
-        )  # fmt: skip
+        engine = SkippingEngine.within(config, workload, cost=one_step, trace=Trace(), replica=number)
         prompts = SharedStream(workload.stream(), number, REPLICAS)
         collector = PartialCollector(engine, prompts, config, grade=None, eos_token_ids=(EOS,))
         finished = 0
