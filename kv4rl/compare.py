@@ -109,12 +109,11 @@ def _collection_of_iteration(published: str, model: str, shape: str) -> Comparis
     return Comparison(published, words, "iteration.csv", where, remark, **_at_scale(model, f"{model}-tp2"), base="bf16")
 
 
-def _collection_of_a_full_pool() -> Comparison:
-    where = {"arm": "kv4rl", "shape": "4B-500, 10377 BF16 pages", "metric": "speedup_vs_bf16"}
-    words = "late collection, an eighth of the paper's requests and pool, KV4-RL over BF16, 4B-500"
-    remark = "one collection, forced lengths; capacity counts beside execution"
-    given = _at_scale("qwen3-4b", "qwen3-4b-tp2")
-    return Comparison("rollout/4b/last_50", words, "rollout.csv", where, remark, **given)
+def _collection_of_a_full_pool(size: str, shape: str, pages: int, collected: str) -> Comparison:
+    where = {"arm": "kv4rl", "shape": f"{shape}, {pages} BF16 pages", "metric": "speedup_vs_bf16"}
+    words = f"late collection, an eighth of the paper's requests and pool, KV4-RL over BF16, {shape}"
+    remark, given = f"{collected}, forced lengths", _at_scale(f"qwen3-{size}", f"qwen3-{size}-tp2")
+    return Comparison(f"rollout/{size}/last_50", words, "rollout.csv", where, remark, **given)
 
 
 def _iteration(published: str, model: str) -> Comparison:
@@ -191,7 +190,8 @@ COMPARISONS = (
     _kl_reduction("fidelity/4b/kl_reduction_16_128", "smollm2-135m"),
     _kl_reduction("fidelity/4b/kl_reduction_16_128", "mini-qwen3"),
     *_replays(),
-    _collection_of_a_full_pool(),
+    _collection_of_a_full_pool("4b", "4B-500", 10377, "one collection"),
+    _collection_of_a_full_pool("8b", "8B-400", 9955, "half a collection (8 of 16 groups)"),
     _collection_of_iteration("rollout/4b/last_50", "qwen3-4b", "4B-500"),
     _collection_of_iteration("rollout/8b/last_50", "qwen3-8b", "8B-400"),
     _iteration("iteration/4b/cumulative", "qwen3-4b"),

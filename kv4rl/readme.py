@@ -33,7 +33,7 @@ PAGES = (README, REPOSITORY / "data" / "models" / "mini-qwen3" / "README.md", RE
 SECONDARY = (  # comparisons that notebook 11 and the page show; here they stand in a table of their own or nowhere
     "bits per element", "sampler KL of stored", "sampler KL, K and V rotated", "resident KV", "decode replay",
     "decode calls per interval", "decode step, partial", "accuracy lost", "reward lost", "share of an iteration",
-    "decode throughput, partial over synchronous, 8B-400",
+    "decode throughput, partial over synchronous, 8B-400", "late collection of a full iteration",
 )  # fmt: skip
 
 

@@ -1,5 +1,7 @@
 """Requests in a poisoned cache, for the tests that need a CUDA device."""
 
+import subprocess
+import sys
 from dataclasses import dataclass
 
 import pytest
@@ -115,3 +117,17 @@ def build_case(
 @pytest.fixture
 def make_case():
     return build_case
+
+
+@pytest.fixture(scope="session")
+def run_two_ranks(tmp_path_factory):
+    """Start a worker script on two ranks: what each of them left in its file."""
+
+    def run(worker) -> list:
+        out = tmp_path_factory.mktemp("ranks")
+        start = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+        done = subprocess.run([*start, str(worker), str(out)], capture_output=True, text=True, timeout=500)
+        assert done.returncode == 0, done.stderr[-4000:]
+        return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(2)]
+
+    return run

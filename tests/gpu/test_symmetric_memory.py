@@ -1,7 +1,5 @@
 """Two ranks that share one GPU: sums in symmetric memory, and the fallback that both must take where one lacks it."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -9,16 +7,12 @@ import torch
 
 pytestmark = pytest.mark.gpu
 WORKER = Path(__file__).with_name("symmetric_memory_worker.py")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(run_two_ranks):
     """What each of the two ranks found."""
-    out = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run([*TORCHRUN, str(WORKER), str(out)], capture_output=True, text=True, timeout=300)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    return run_two_ranks(WORKER)
 
 
 def test_two_shot_sums_have_gloos_bits_also_when_their_buffers_are_used_again(ranks):

@@ -1,7 +1,5 @@
 """Two GPUs against one: sums, logits and greedy text of a small random Qwen3."""
 
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -14,16 +12,12 @@ pytestmark = [
     pytest.mark.skipif(torch.cuda.device_count() < 2, reason="needs two CUDA devices"),
 ]
 WORKER = Path(__file__).with_name("tensor_parallel_worker.py")
-TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory):
+def ranks(run_two_ranks):
     """What each of the two ranks found."""
-    out = tmp_path_factory.mktemp("ranks")
-    done = subprocess.run([*TORCHRUN, str(WORKER), str(out)], capture_output=True, text=True, timeout=500)
-    assert done.returncode == 0, done.stderr[-4000:]
-    return [torch.load(out / f"{rank}.pt", weights_only=False) for rank in range(2)]
+    return run_two_ranks(WORKER)
 
 
 def test_two_shot_sums_are_nccls(ranks):
